@@ -11,6 +11,8 @@ import functools
 import importlib
 import inspect
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -75,6 +77,34 @@ def _resolved(path: str) -> Any:
             return None
         owner = inner
     return owner
+
+
+def changed_settings(
+    modules: Sequence[str], variables: tuple[str, ...], without: frozenset[str] = frozenset()
+) -> list[str]:
+    """Return the settings of torch's configuration modules that are not the defaults, as text.
+
+    A module that is not imported has its defaults, and is not imported here, unless the environment has variables that
+    begin with one of `variables`, which it may read. Those are part of the result, except the ones in `without`.
+    """
+    read = sorted(
+        f"{name}={value}"
+        for name, value in os.environ.items()
+        if name.startswith(variables) and name not in without
+    )
+    changed = list(read)
+    for name in modules:
+        config: Any = importlib.import_module(name) if read else sys.modules.get(name)
+        settings = getattr(config, "save_config_portable", None) or getattr(config, "get_config_copy", None)
+        if settings is None:
+            continue
+        entries = getattr(config, "_config", {})
+        for key, value in sorted(settings().items()):
+            default = getattr(entries.get(key), "default", None)
+            if type(default) is not type(value) or default != value:
+                shown = sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else value
+                changed.append(f"{name}.{key}={shown!r}")
+    return changed
 
 
 def weaker_checks() -> list[str]:
@@ -280,6 +310,44 @@ COMPILE_POOL = TorchName(
     "renews the threads that Inductor builds C++ with after a fork",
     "a process that was forked after a compilation may wait for threads that it does not have",
 )
+WAIT_FOR_KERNELS = TorchName(
+    "torch._inductor.async_compile.AsyncCompile.wait",
+    "lets the kernels of several regions be built at a time",
+    "regions are compiled one after the other",
+)
+GENERATED_MODULES = TorchName(
+    "torch._inductor.codecache.PyCodeCache.modules",
+    "stores the C++ kernels of a region with its code",
+    "they are compiled again on another machine, or if the folder of the compilation was cleared",
+)
+GRAPH_CODE = TorchName(
+    "torch.fx.GraphModule.recompile",
+    "defers the code of graphs that the exporter only edits",
+    "capturing a deep model takes longer",
+)
+CLEAR_WORKSPACES = TorchName(
+    "torch._C._cuda_clearCublasWorkspaces",
+    "lets the workspaces of cuBLAS for a recording be part of it, and go with it",
+    "each recording of a CUDA graph may keep tens of MiB until the process ends",
+)
+GROUP_STORE = TorchName(
+    "torch.distributed.distributed_c10d._get_process_group_store",
+    "gives the key-value store of a process group, by which ranks share decisions",
+    "process_group= of `compile` and `tune` is refused",
+)
+UNBACKED_BINDINGS = TorchName(
+    "torch.export._trace._replace_unbacked_bindings",
+    "is skipped for programs without sizes that depend on data, which it visits to no effect",
+    "capturing a deep model takes longer",
+)
+TRACED_PROXIES = tuple(
+    TorchName(
+        f"torch.fx.experimental.proxy_tensor.{name}",
+        "copies the nodes of repeated layers while a model is traced",
+        "every layer of a model is traced",
+    )
+    for name in ("get_proxy_mode", "get_proxy_slot", "track_tensor_tree", "disable_proxy_modes_tracing")
+)
 NAMES: tuple[TorchName, ...] = (
     FUNCTION_APPLY,
     INFERENCE_MODE,
@@ -305,5 +373,12 @@ NAMES: tuple[TorchName, ...] = (
     AVX512,
     VNNI,
     COMPILE_POOL,
+    WAIT_FOR_KERNELS,
+    GENERATED_MODULES,
+    GRAPH_CODE,
+    CLEAR_WORKSPACES,
+    GROUP_STORE,
+    UNBACKED_BINDINGS,
+    *TRACED_PROXIES,
 )
 """Every name of torch that is patched or whose presence is tested."""

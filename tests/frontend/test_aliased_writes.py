@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph
 
 import dovetail
@@ -400,3 +400,15 @@ def test_an_operand_is_returned_where_the_schema_declares_it(schema: str, is_ret
         node = graph.call_function(torch.ops.dovetail_returned.f.default, args, kwargs)
         expected = (y if "out" in schema else x) if is_returned else None
         assert returned_operand(node) is expected
+
+
+def test_dropout_of_everything_draws_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0), nn.Dropout(0.5))
+    x = torch.randn(3, 4)
+    x[0, 0] = float("inf")
+    graph = dovetail.capture(model, (x,), check_capture=True)
+    torch.manual_seed(0)
+    expected, stream = model(x), torch.get_rng_state()
+    torch.manual_seed(0)
+    torch.testing.assert_close(graph(x), expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(torch.get_rng_state(), stream)

@@ -153,7 +153,8 @@ def test_a_model_that_differs_from_itself_shows_nothing() -> None:
             return x * len(calls)
 
     assert dovetail.capture(Counting(), (example(),), check_capture=True) is not None
-    assert len(calls) == 2
+    # Twice for each of two captures: what cannot be compared is traced without replayed layers.
+    assert len(calls) == 4
 
 
 def test_keyword_arguments_tuples_and_functions_are_checked() -> None:

@@ -276,7 +276,11 @@ class Convention:
         leaves = pytree.arg_tree_leaves(*args)
         if len(leaves) == len(self.order):
             return leaves
-        values = self.spread(args, {})
+        return self.flat_inputs(args, {})
+
+    def flat_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+        """Return the graph's inputs for a call of the model, without checking that it was captured for such calls."""
+        values = self.spread(args, kwargs)
         given = tuple(values[i] for i in self._captured)
         flat = given if self._flat else self._flatten(given)
         return [flat[i] for i in self.order]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,11 +16,11 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from dovetail import torch_compat
-from dovetail.errors import CaptureError, InvalidArgument, checked_call
+from dovetail import config, torch_compat
+from dovetail.errors import CaptureError, CaptureMismatch, InvalidArgument, checked_call
 from dovetail.frontend import cache_pytrees, calling_convention, export, model_copy, side_effects
 from dovetail.frontend.calling_convention import Convention, ModelCodeGen
-from dovetail.frontend.check_capture import check_against_model
+from dovetail.frontend.check_capture import check_against_model, has_data
 from dovetail.frontend.input_guards import build_input_guards, guarded_state, overlap
 from dovetail.frontend.model_copy import structural_copy
 from dovetail.frontend.unlift import Unlifted, unlift
@@ -29,6 +30,7 @@ from dovetail.ir.meta_keys import CANONICAL, DIM_NAMES
 from dovetail.ir.process_state import forked_while_tracing, reset_at_fork, tracing
 from dovetail.ir.shape_prop import propagate_values
 
+_log = logging.getLogger(__name__)
 CAPTURING = reset_at_fork(threading.RLock())
 """Held while a model is traced: torch traces one at a time."""
 
@@ -52,7 +54,6 @@ def capture(
     inputs, buffers or the random stream differ.
     """
     torch_compat.warn_if_untested()
-    trains = torch.is_grad_enabled()
     args, kwargs = _checked(args, kwargs)
     if isinstance(model, GraphModule):
         return propagate_values(model, args, kwargs)
@@ -64,6 +65,21 @@ def capture(
         return _from_program(export.own(model))
     if not isinstance(check_capture, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"check_capture {check_capture!r}; give True or False.")
+    graph = trace(model, args, kwargs, dynamic_shapes, strict, is_compared=check_capture)
+    return checked(model, graph, args, kwargs, dynamic_shapes, strict) if check_capture else graph
+
+
+def trace(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dynamic_shapes: Any = None,
+    strict: bool = False,
+    *,
+    is_compared: bool = False,
+) -> GraphModule:
+    """Return the graph of a module or callable. `is_compared` is whether it will be given to `checked`."""
+    args, kwargs = _checked(args, kwargs)
     if forked_while_tracing():
         raise CaptureError(
             "this process was forked while another thread captured a model, and torch's tracer is in the middle of that. "
@@ -80,14 +96,66 @@ def capture(
     if isinstance(model, nn.Module):
         _refuse_inference_tensors(model)
         model_copy.refuse_distributed(model)
+    replays = config.replay_layers
+    if replays == "checked":
+        replays = is_compared and has_data((args, kwargs), model)
+    return _traced(model, args, kwargs, dynamic_shapes, strict, replays=replays)
+
+
+def _traced(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dynamic_shapes: Any,
+    strict: bool,
+    *,
+    replays: bool,
+) -> GraphModule:
+    trains = torch.is_grad_enabled()
     with outside_inference_mode():
-        inputs, keywords = pytree.tree_map(_tracked, (args, kwargs))
+        inputs, keywords = pytree.tree_map(_tracked, (args, dict(kwargs)))
         with pause_gc():
-            graph = _from_model(model, inputs, keywords, dynamic_shapes, strict, trains)
-        if check_capture:
-            with torch.set_grad_enabled(trains):
-                check_against_model(model, graph, inputs, keywords)
-        return graph
+            return _from_model(model, inputs, keywords, dynamic_shapes, strict, trains, replays)
+
+
+def checked(
+    model: Callable[..., Any],
+    graph: GraphModule,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dynamic_shapes: Any = None,
+    strict: bool = False,
+) -> GraphModule:
+    """Return a graph of a model, compared with it on these inputs; raise CaptureMismatch if they differ.
+
+    Where repeated layers may have been replayed, a graph that differs, or that cannot be compared, is replaced by one with
+    every layer traced.
+    """
+    reason = "it cannot be compared with the model"
+    try:
+        if compare_with_model(model, graph, args, kwargs) or config.replay_layers != "checked":
+            return graph
+    except CaptureMismatch as mismatch:
+        if not config.replay_layers:
+            raise
+        reason = str(mismatch)
+    if not has_data((args, kwargs), model):
+        return graph  # nothing was replayed
+    _log.info("every layer is traced: %s", reason)
+    graph = _traced(model, args, kwargs, dynamic_shapes, strict, replays=False)
+    compare_with_model(model, graph, args, kwargs)
+    return graph
+
+
+def compare_with_model(
+    model: Callable[..., Any], graph: GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Raise CaptureMismatch unless a graph does what its model does on these inputs; return whether that was compared."""
+    trains = torch.is_grad_enabled()
+    with outside_inference_mode():
+        inputs, keywords = pytree.tree_map(_tracked, (args, dict(kwargs)))
+        with torch.set_grad_enabled(trains):
+            return check_against_model(model, graph, inputs, keywords)
 
 
 def outside_inference_mode() -> AbstractContextManager[Any]:
@@ -125,6 +193,7 @@ def _from_model(
     dynamic_shapes: Any,
     strict: bool,
     trains: bool,
+    replays: bool,
 ) -> Program:
     signature = model_copy.signature_of(model, len(args), list(kwargs))
     module = model if isinstance(model, nn.Module) else model_copy.as_module(model, signature)
@@ -140,7 +209,15 @@ def _from_model(
         # Another thread may call the model while it is exported.
         copy = structural_copy(module) if module is model else module
         with CAPTURING, tracing():
-            exported, effects = export.export_model(copy, args, kwargs, dynamic_shapes, strict, trains=trains)
+            exported, effects = export.export_model(
+                copy,
+                args,
+                kwargs,
+                dynamic_shapes,
+                strict,
+                trains=trains,
+                replays=replays and config.replay_layers and copy is not module,
+            )
             decomposed = export.decompose(exported)
     except CaptureError as error:
         _refuse_shared_inputs(args, kwargs, error)

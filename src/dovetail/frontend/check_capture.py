@@ -36,32 +36,39 @@ class _Run:
 
 def check_against_model(
     model: Callable[..., Any], graph: GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
-    """Raise CaptureMismatch unless the graph does what the model does on these inputs.
+) -> bool:
+    """Raise CaptureMismatch unless the graph does what the model does on these inputs; return whether that was compared.
 
     Results, inputs and buffers afterwards, and the random streams are compared; gradients are not. Two forwards are run
     from the same state, and two more to find the module where they differ. Nothing is compared on inputs without data, or
-    if the model itself cannot be run.
+    if the model itself cannot be run or is not deterministic.
     """
-    leaves = pytree.tree_leaves((args, dict(kwargs)))
-    tensors = [leaf for leaf in (*leaves, *graph.parameters(), *graph.buffers()) if isinstance(leaf, Tensor)]
-    if any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
-        return
+    if not has_data((args, dict(kwargs)), graph):
+        return False
     trial = _ModelTrial(model, graph, args, dict(kwargs))
     try:
         expected = trial.run(model)
     except Exception as error:
         _log.debug("the model cannot be run on its example inputs: %s", error)
-        return
+        return False
     try:
         actual = trial.run(graph, is_graph=True)
     except Exception as error:
         raise CaptureMismatch(f"the captured graph raises {type(error).__name__}: {error}") from error
     what = _first_difference(expected, actual)
-    if what is None or _first_difference(expected, trial.run(model)) is not None:
-        return  # the model is not deterministic
+    if what is None:
+        return True
+    if _first_difference(expected, trial.run(model)) is not None:
+        return False  # the model is not deterministic
     module, how = trial.first_module()
     raise CaptureMismatch(what, module=module, how=how)
+
+
+def has_data(inputs: Any, *modules: Any) -> bool:
+    """Return whether all tensors of a call and of some modules have data, so that it can be run."""
+    held = [t for m in modules if isinstance(m, nn.Module) for t in (*m.parameters(), *m.buffers())]
+    tensors = [leaf for leaf in (*pytree.tree_leaves(inputs), *held) if isinstance(leaf, Tensor)]
+    return not any(isinstance(t, FakeTensor) or t.is_meta for t in tensors)
 
 
 class _ModelTrial:

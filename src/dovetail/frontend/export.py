@@ -15,6 +15,7 @@ import inspect
 import logging
 import operator
 import re
+import threading
 from collections.abc import Callable, Generator, Mapping
 from traceback import walk_tb
 from typing import Any, cast
@@ -48,6 +49,7 @@ from dovetail.frontend.decompose_ops import Unsure
 from dovetail.frontend.decompose_program import Decomposed
 from dovetail.frontend.detached_writes import DetachedInputs
 from dovetail.frontend.export_aliases import state_requires_grad
+from dovetail.frontend.layer_replay import LayerReplay, LeakedValue
 from dovetail.ir import source_location
 from dovetail.ir.process_state import defer_torch_output, preserve_rng_state, suppress_torch_warnings
 
@@ -92,16 +94,23 @@ def export_model(
     strict: bool,
     *,
     trains: bool = True,
+    replays: bool = False,
 ) -> tuple[ExportedProgram, side_effects.SideEffects]:
     """Export `model` in training form; raise CaptureError with the user's line if that fails.
 
     `forward` of the model may be replaced by an equivalent one. Unless the graph `trains`, it may apply functions whose
-    backward formula is lost.
+    backward formula is lost. With `replays`, repeated layers are replayed; the modules must be a copy that nobody else uses.
     """
     if dynamic_shapes is not None:
         dynamic_shapes = _with_named_parameters(model, args, kwargs, dynamic_shapes)
     with preserve_rng_state(), torch.enable_grad():
-        effects, program = _watched_export(model, args, kwargs, dynamic_shapes, trains)
+        replay = LayerReplay(model) if replays and not strict else None
+        try:
+            with replay.active() if replay is not None else contextlib.nullcontext():
+                effects, program = _watched_export(model, args, kwargs, dynamic_shapes, trains)
+        except LeakedValue as leak:
+            _log.debug("every layer is traced: %s", leak)
+            effects, program = _watched_export(model, args, kwargs, dynamic_shapes, trains)
         if strict:
             # The strict exporter silently drops side effects: the other one detects them.
             if isinstance(program, CaptureError):
@@ -115,10 +124,10 @@ def export_model(
 def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, strict: bool
 ) -> ExportedProgram:
-    with defer_torch_output() as noise, _convolutions_of_cudnn():
+    with defer_torch_output() as noise, _convolutions_of_cudnn(), _deferred_code(), _without_idle_passes():
         try:
             return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict)
-        except InvalidArgument:
+        except (InvalidArgument, LeakedValue):
             raise
         except Exception as error:
             raise _translated(error, noise, _called_with(model, args, kwargs, error)) from error
@@ -148,6 +157,55 @@ def _convolutions_of_cudnn() -> Generator[None]:
 
     with torch_compat.patched([(torch_compat.CONV_BACKEND, with_cudnn)]):
         yield
+
+
+@contextlib.contextmanager
+def _deferred_code() -> Generator[None]:
+    """Generate the code of graphs that this thread makes or edits when they are called, if ever.
+
+    The exporter has a dozen passes, and each of them would generate the code of the whole graph.
+    """
+    thread = threading.get_ident()
+
+    def deferring(recompile: Callable[..., Any]) -> Callable[..., Any]:
+        def generated(module: GraphModule, *args: Any, **kwargs: Any) -> Any:
+            recompile(module)
+            return module(*args, **kwargs)
+
+        def deferred(module: GraphModule) -> Any:
+            if threading.get_ident() != thread or hasattr(module.graph._codegen, "pytree_info"):
+                return recompile(module)
+            type(module).forward = generated
+            return None
+
+        return deferred
+
+    with torch_compat.patched([(torch_compat.GRAPH_CODE, deferring)]):
+        yield
+
+
+@contextlib.contextmanager
+def _without_idle_passes() -> Generator[None]:
+    """Skip a pass of the exporter over all values where no size depends on data, so that it would change nothing."""
+
+    def skipping(replace: Callable[..., Any]) -> Callable[..., Any]:
+        def replaced(module: GraphModule) -> None:
+            if any("unbacked_bindings" in node.meta for node in module.graph.nodes) or _has_unbacked(module):
+                replace(module)
+
+        return replaced
+
+    with torch_compat.patched([(torch_compat.UNBACKED_BINDINGS, skipping)]):
+        yield
+
+
+def _has_unbacked(module: GraphModule) -> bool:
+    """Return whether an unbacked symbol may be among the sizes of a program."""
+    for node in module.graph.nodes:
+        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        if mode is not None:
+            return mode.shape_env is not None and bool(mode.shape_env.var_to_range)
+    return True
 
 
 def require_dynamic_shapes(dynamic_shapes: Any) -> None:
@@ -239,13 +297,14 @@ def decompose(program: ExportedProgram) -> Exported:
 
     Edits the program; `own` returns one that may be edited.
     """
-    with suppress_torch_warnings(), preserve_rng_state(), torch.enable_grad():
+    with suppress_torch_warnings(), preserve_rng_state(), torch.enable_grad(), _deferred_code():
         targets = _targets(program.graph_module)
         writes = any(isinstance(target, OpOverload) and target._schema.is_mutable for target in targets)
         if writes:
             mutation_fixups.refuse_resizing(program)
         if targets & export_aliases.MAYBE_IDENTITIES:
             export_aliases.remove_identities(program)
+            export_fixups.multiply_dropped(program)
         if writes:
             export_aliases.keep_old_values(program)
         aliases = (

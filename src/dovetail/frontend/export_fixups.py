@@ -1,9 +1,10 @@
 """Rewrites of an exported graph that keep gradients, strides and kernels as they are in eager mode.
 
 Before decomposition: `flatten_no_grad` inlines the blocks of `torch.no_grad()`, which decomposition would lose;
-`keep_histories` rewrites in-place operators whose functional form has other gradients or strides. After decomposition:
-`choose_kernel_as_eager` selects the batch norm of eager mode on CUDA, `make_differentiable` gives whole-tensor writes a
-derivative, and `make_bases_dense` makes the bases of views that custom operators write independent of their strides.
+`multiply_dropped` does without masks that eager mode does not draw; `keep_histories` rewrites in-place operators whose
+functional form has other gradients or strides. After decomposition: `choose_kernel_as_eager` selects the batch norm of eager
+mode on CUDA, `make_differentiable` gives whole-tensor writes a derivative, and `make_bases_dense` makes the bases of views
+that custom operators write independent of their strides.
 """
 
 from __future__ import annotations
@@ -237,6 +238,16 @@ def make_differentiable(graph: Graph) -> None:
             result = insert_call(node, _VIEW, (row, []))
         result.meta = dict(node.meta)
         replace_node(node, result)
+
+
+def multiply_dropped(program: ExportedProgram) -> None:
+    """Write dropout of all elements as the product with zero that it is in eager mode, where no mask is drawn."""
+    modules = [m for m in program.graph_module.modules() if isinstance(m, GraphModule)]
+    for module in modules:
+        for node in module.graph.find_nodes(op="call_function", target=_aten.dropout.default):
+            source, probability, trains = node.args
+            if trains is True and probability == 1:
+                replace_node(node, insert_call(node, _aten.mul.Tensor, (source, 0), meta=node.meta))
 
 
 def _fill_diagonals(program: ExportedProgram) -> None:

@@ -14,13 +14,10 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, cast
 
-import sympy
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.printers import PythonPrinter
 
 from dovetail.errors import CallMismatch
 from dovetail.ir.graph_module import attribute
@@ -479,6 +476,8 @@ def build_input_guards(
         _input(v, path, i in mutated, i in ungraded, strided)
         for i, (v, path) in enumerate(zip(values, paths, strict=True))
     )
+    import sympy
+
     expressions = [e for value in values for e in _expressions(value)]
     known = {e for e in expressions if isinstance(e, sympy.Symbol)}
     solved: list[tuple[str, str, str]] = []
@@ -543,8 +542,13 @@ def _expressions(value: Any) -> list[Any]:
 
 
 def _source(expression: Any) -> str:
+    from torch.utils._sympy.printers import PythonPrinter
+
     return PythonPrinter().doprint(expression)
 
 
 def _bound(limit: Any) -> int | None:
+    import sympy
+    from torch.utils._sympy.numbers import int_oo
+
     return None if limit in (int_oo, -int_oo, sympy.oo, -sympy.oo) else int(limit)

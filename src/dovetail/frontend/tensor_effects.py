@@ -22,6 +22,7 @@ from torch._guards import CompileContext
 from torch.overrides import TorchFunctionMode
 
 from dovetail import torch_compat
+from dovetail.frontend.code_recorder import CodeRecorder, active_recorders, paused
 from dovetail.ir import source_location
 
 Note = Callable[[str, "source_location.SourceLine | None", str], None]
@@ -67,6 +68,8 @@ class TensorEffects(TorchFunctionMode):
         self._host_state: Any = None
         self._forward_line: source_location.SourceLine | None = None
         self._lifts_generators = torch_compat.GENERATOR_METACLASS.value is not None
+        self._recorders = active_recorders()
+        self._code_recorders = [r for r in self._recorders if isinstance(r, CodeRecorder)]
 
     def _note_here(self, what: str, advice: str) -> None:
         self.note(what, source_location.of_caller(), advice)
@@ -76,6 +79,8 @@ class TensorEffects(TorchFunctionMode):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._visible.setdefault(id(tensor), f"'{name}'")
         self.is_running = True
+        for recorder in self._code_recorders:
+            recorder.start()
         # Newer versions of torch.export have a compile context of their own; that of Dynamo is another one.
         self._compile_id = CompileContext.current_compile_id()
         default = torch.default_generator
@@ -90,6 +95,8 @@ class TensorEffects(TorchFunctionMode):
         )
 
     def end(self, results: Any) -> None:
+        for recorder in self._code_recorders:
+            recorder.stop()
         default = torch.default_generator
         reseeded = not self._is_watched(default) and default.initial_seed() != self._default_seed
         if reseeded or self._is_reseeded():
@@ -140,6 +147,16 @@ class TensorEffects(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Dynamo, which traces the branches of control flow, traces this too.
+        if not self._recorders or torch.compiler.is_dynamo_compiling():
+            return self._call(func, args, kwargs)
+        active = [recorder for recorder in self._recorders if recorder.is_active]
+        if not active or _calls_back(func, args, kwargs):
+            return self._call(func, args, kwargs)
+        with paused(active):
+            return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # Dynamo, which traces the branches of control flow, traces this too, where fake tensors look like real ones.
         in_dynamo = torch.compiler.is_dynamo_compiling()
         # It also runs code of its own here, and restores the state of the default generator afterwards.
@@ -231,6 +248,46 @@ class TensorEffects(TorchFunctionMode):
             )
         elif value:
             self._leaves[id(tensor)] = (tensor, source_location.of_caller())
+
+
+_LITERALS = frozenset((int, float, complex, bool, str, bytes, type(None), type(...), torch.Size))
+_CONTAINERS = frozenset((list, tuple, set, frozenset))
+_OF_TORCH = (
+    Tensor,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Generator,
+    torch.SymInt,
+    torch.SymFloat,
+    torch.SymBool,
+)
+
+
+def _calls_back(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a function may call code that is not torch's: its own, or that of an argument which torch asks.
+
+    Torch calls callables, and methods of numbers and sequences of other classes.
+    """
+    module = getattr(func, "__module__", None) or "torch"
+    if isinstance(func, types.FunctionType) and not module.startswith("torch"):
+        return True
+    waiting: list[Any] = [*args, *kwargs.values()]
+    while waiting:
+        value = waiting.pop()
+        kind = type(value)
+        if kind in _LITERALS or isinstance(value, _OF_TORCH):
+            continue
+        if kind in _CONTAINERS:
+            waiting.extend(value)
+        elif kind is dict:
+            waiting.extend(value.values())
+        elif kind is slice:
+            waiting += (value.start, value.stop, value.step)
+        else:
+            return True
+    return False
 
 
 def _is_alone() -> bool:
