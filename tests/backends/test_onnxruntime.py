@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from dovetail.backends.external.onnxruntime import OnnxRuntime
 from dovetail.lowering.backend_protocol import Compiled, by_name
 from dovetail.lowering.lower import lower
 from dovetail.outlining.region import Region
+from dovetail.runtime.presets import whole_graph
 from tests.backends.external import ExternalBackendTests
 from tests.backends.external_models import whole
 
@@ -146,3 +148,61 @@ def test_small_and_large_results_have_memory_and_strides_of_their_own(rows: int)
     for value, expected, original in zip(first, kept, both(x), strict=True):
         assert torch.equal(value, expected)
         assert value.stride() == original.stride()
+
+
+WILD = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.5, 0.0, 3.0, 6.0, 7.5])
+
+
+@pytest.mark.parametrize(
+    "clamp",
+    [
+        F.relu6,
+        F.hardtanh,
+        lambda x: x.clamp(-1, 2.5),
+        lambda x: x.clamp(min=1.0),
+        lambda x: x.clamp(max=1.0),
+        lambda x: x.clamp(3, -3),
+        lambda x: x.clamp(torch.nan, 1.0),
+        lambda x: x.clamp(torch.zeros(8), torch.ones(8)),
+        lambda x: x.nan_to_num(posinf=9, neginf=-9).long().clamp(-2, 5),
+        lambda x: x.double().clamp(0.1, 2**40),
+    ],
+)
+def test_values_are_clamped_as_eager_code_does(clamp: Any) -> None:
+    assert torch.equal(lowered(clamp, WILD)(WILD).nan_to_num(nan=77.0), clamp(WILD).nan_to_num(nan=77.0))
+
+
+@pytest.mark.parametrize("channels", [3, 16])
+def test_a_convolution_and_the_clamp_after_it_are_one_kernel(tmp_path: Path, channels: int) -> None:
+    class Clamped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.norm = nn.Conv2d(channels, 16, 3, padding=1), nn.BatchNorm2d(16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu6(self.norm(self.convolution(x)))
+
+    import onnx
+    import onnxruntime
+
+    model, x = Clamped().eval(), torch.randn(1, channels, 8, 8)
+    x[0, 0, 3, 3] = torch.nan
+    path = tmp_path / "optimized.onnx"
+    settings = onnxruntime.SessionOptions
+
+    def writing_what_runs() -> Any:
+        options = settings()
+        options.optimized_model_filepath = str(path)
+        return options
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnxruntime, "SessionOptions", writing_what_runs)
+        fast = dovetail.compile(
+            model, (x,), backends=["onnxruntime"], pipeline=whole_graph(), cache=False, on_error="raise"
+        )
+        result = fast(x)
+    torch.testing.assert_close(result, model(x), equal_nan=True, rtol=1e-4, atol=1e-5)
+    optimized = onnx.load(str(path), load_external_data=False)
+    kinds = {node.op_type for node in optimized.graph.node}
+    assert "Conv" in kinds or "FusedConv" in kinds
+    assert not kinds & {"Clip", "Max", "Min", "Relu", "BatchNormalization"}

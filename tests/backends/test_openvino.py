@@ -72,3 +72,16 @@ class TestOpenVino(ExternalBackendTests):
         model, x = torch.nn.Linear(64, 64).eval(), torch.randn(8, 64)
         fast = dovetail.compile(model, (x,), backends=[backend], cache=False, verify=True)
         assert (fast(x) - model(x)).norm() / model(x).norm() < 0.02
+
+
+def test_sizes_of_integer_inputs_do_not_stop_the_rule_that_asks_what_is_supported() -> None:
+    def looked_up(ids: Tensor, table: Tensor) -> Tensor:
+        return torch.tanh(F.embedding(ids, table)).reshape(ids.shape[0] * ids.shape[1], -1) * 2
+
+    sizes = {"ids": {1: torch.export.Dim("length", min=2, max=64)}, "table": None}
+    gm = dovetail.capture(
+        looked_up, (torch.zeros(2, 8, dtype=torch.int64), torch.randn(5, 4)), dynamic_shapes=sizes
+    )
+    backend = OpenVino()
+    rule = dovetail.rules.capability(backend.takes, kind="openvino")
+    assert not dovetail.explain(dovetail.fuse(gm, rule)).errors

@@ -162,7 +162,7 @@ def test_a_profiler_distinguishes_layers() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         lowered(x)
     ranges = {event.key for event in profile.key_averages()}
-    assert {f"region block_{i}" for i in range(4)} <= ranges
+    assert {f"dovetail::block block_{i}" for i in range(4)} <= ranges
 
 
 def test_another_tracer_sees_the_operations() -> None:

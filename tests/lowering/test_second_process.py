@@ -90,3 +90,16 @@ def test_a_compiler_that_is_older_than_the_processor_is_no_hindrance(tmp_path: P
     report, built = run("cpu", tmp_path, tmp_path / "second")
     assert report["events"] == [["disk", ""]] * 2
     assert built == []
+
+
+@pytest.mark.long
+def test_a_library_that_was_being_written_when_a_process_was_killed_is_built_again(tmp_path: Path) -> None:
+    run("cpu", tmp_path, tmp_path / "first")
+    libraries = list((tmp_path / "cache" / "tools").rglob("*.so"))
+    assert libraries
+    for library in libraries:
+        library.write_bytes(library.read_bytes()[:100])
+    report, built = run("cpu", tmp_path, tmp_path / "second")
+    assert report["right"] == [True] * 3
+    assert all(outcome in ("disk", "compiled") for outcome, _ in report["events"])
+    assert built

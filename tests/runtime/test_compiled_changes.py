@@ -289,3 +289,40 @@ def test_inductor_retains_graphs_and_goes_backward_twice() -> None:
         (first,) = torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
         second += torch.autograd.grad(first.square().sum(), x)
     torch.testing.assert_close(*second)
+
+
+def test_calls_that_the_model_refuses_do_not_use_up_the_recompile_limit() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    x = torch.randn(2, 4)
+    compiled = dovetail.compile(model, (x,), backends=["torchscript"], recompile_limit=2)
+    with torch.no_grad():
+        for dtype in (torch.float64, torch.float16, torch.int64, torch.float64):
+            with pytest.raises(RuntimeError, match="same dtype"):
+                compiled(x.to(dtype))
+        assert torch.equal(compiled(x), model(x))
+        compiled.half()
+        assert torch.equal(compiled(x.half()), model(x.half()))
+    assert not [event for event in dovetail.explain(compiled).diagnostics if event.startswith("limit")]
+
+
+def test_a_call_that_raised_once_is_captured_the_next_time() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("bound", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch._assert_async(x.sum() > self.bound, "too small")
+            return x * 2
+
+    model, x = Fails().eval(), torch.ones(3)
+    compiled = dovetail.compile(model, recompile_limit=1, check_capture=False)
+    model.bound.fill_(100.0)
+    with torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="too small"):
+                compiled(x)
+        model.bound.fill_(0.0)
+        for _ in range(3):
+            assert torch.equal(compiled(x), x * 2)
+    assert len(dovetail.explain(compiled).diagnostics) == 0

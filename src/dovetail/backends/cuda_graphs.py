@@ -9,10 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dovetail import torch_compat
 from dovetail.errors import InvalidArgument, checked_init
 from dovetail.ir.nodes import storage_key
 from dovetail.ir.process_state import preserve_rng_state, reset_at_fork
-from dovetail.lowering.backend_protocol import Answer, Backend, CallSite, Compiled, identity, resolve
+from dovetail.lowering.backend_protocol import (
+    Answer,
+    Backend,
+    CallSite,
+    Compiled,
+    identity,
+    resolve,
+    why_unusable,
+)
 from dovetail.lowering.failures import LoweringFailure
 from dovetail.lowering.region_support import operand_devices, why_effectful, why_not_static
 from dovetail.numerics.sample_inputs import clone_span, storage_span
@@ -41,6 +50,7 @@ class CudaGraphs(Backend):
         self.isolation = self.inner.isolation
         self.timeout = self.inner.timeout
         self.bound, self.rules = self.inner.bound, self.inner.rules
+        self.must_verify = self.inner.must_verify
         self.smallest = self.inner.smallest
 
     @property
@@ -54,6 +64,10 @@ class CudaGraphs(Backend):
     @property
     def can_save(self) -> bool:
         return self.inner.can_save
+
+    def missing(self) -> str | None:
+        """Return why no region can be recorded here; None if one can."""
+        return why_unusable(self.inner) if torch.cuda.is_available() else "torch has no CUDA device here"
 
     def save(self, compiled: Any) -> bytes:
         """Save what the inner backend compiled; a call is recorded again."""
@@ -121,12 +135,23 @@ def record_graph(run: Callable[[], Any], stream: Any, pool: Any = None) -> tuple
             run()
     current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
+    # cuBLAS keeps a workspace for each stream. Without one, the recording allocates it in its own memory pool, where no
+    # other recording uses it at the same time, and which is released with the recording.
+    clear_workspaces: Callable[[], None] = torch_compat.CLEAR_WORKSPACES.value or _keep_workspaces
+    clear_workspaces()
     # Calls of other threads do not belong to the recording, and must not make it fail.
-    with (
-        torch.no_grad(),
-        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-    ):
-        return graph, run()
+    try:
+        with (
+            torch.no_grad(),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
+            return graph, run()
+    finally:
+        clear_workspaces()
+
+
+def _keep_workspaces() -> None:
+    """Do nothing, in a torch that cannot release workspaces."""
 
 
 class RecordedGraph:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import json
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -16,18 +19,30 @@ from typing import Any, ClassVar, cast
 import torch
 
 from dovetail import torch_compat
+from dovetail.backends.generated_module import (
+    generated_modules,
+    kernel_libraries,
+    load_module,
+    portable_module,
+)
 from dovetail.errors import checked_init
 from dovetail.ir.graph_module import Body
-from dovetail.ir.process_state import register_after_fork, reset_at_fork
-from dovetail.lowering.backend_protocol import Answer, Backend, Compiled
-from dovetail.lowering.cache import tool_folder
+from dovetail.ir.process_state import preserve_rng_state, register_after_fork, reset_at_fork
+from dovetail.lowering.backend_protocol import Answer, Backend, CompileCost, Compiled
+from dovetail.lowering.cache import cpp_compiler, tool_folder
 from dovetail.lowering.region_support import operand_devices, suppress_warnings, why_effectful, why_not_static
+from dovetail.numerics.sample_inputs import domains_of, random_inputs
 from dovetail.outlining.inline import flat
 from dovetail.outlining.region import Region
 from dovetail.rules.rule import Decline
 
 _LOCK = reset_at_fork(threading.Lock())
 _STARTED: list[threading.Thread] = []
+_SAMPLES = "dovetail_samples"
+"""The attribute of an artifact that makes sample inputs, if it has no effects and no dynamic sizes."""
+_MODULE = "module"
+# `standalone_compile` enables it, and so waits for every kernel while it generates code.
+_TUNED_EARLY = "triton.autotune_at_compile_time"
 
 
 def _start_driver() -> None:
@@ -46,7 +61,7 @@ class Inductor(Backend):
 
     name = "inductor"
     trains = True
-
+    compile_cost = CompileCost(per_body=0.12, per_operation=0.035)
     variants: ClassVar[Sequence[Mapping[str, Any]]] = ({"options": {"max_autotune": True}},)
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
@@ -57,6 +72,12 @@ class Inductor(Backend):
     def options(self) -> Mapping[str, Any]:
         """The options of this backend, and a digest of the global ones."""
         return {**self._options, "in force": _config_digest()}
+
+    def missing(self) -> str | None:
+        """Return what this machine lacks to compile for any of its devices; None if it has all."""
+        if torch.cuda.is_available() or torch.xpu.is_available() or cpp_compiler() is not None:
+            return None
+        return "there is no C++ compiler (g++ or clang++, or the one that CXX names)"
 
     def supports(self, region: Region) -> Answer:
         if any(word not in ("writes", "random") for word in region.effects):
@@ -83,6 +104,13 @@ class Inductor(Backend):
         _STARTED[0].start()
 
     def compile(self, region: Region, examples: Sequence[Any]) -> Compiled:
+        return self.compile_async(region, examples)()
+
+    def compile_async(self, region: Region, examples: Sequence[Any]) -> Callable[[], Compiled]:
+        """Generate the code of a region, and leave its kernels to Inductor's workers.
+
+        Kernels with several configurations are tuned in the first call, the trial run, as torch.compile does it.
+        """
         import torch._inductor as inductor
 
         graph = flat(cast("Body", region.body))
@@ -90,27 +118,71 @@ class Inductor(Backend):
             isinstance(n, torch.SymInt) for e in examples if isinstance(e, torch.Tensor) for n in e.shape
         )
 
-        def compiled() -> Compiled:
+        def generate() -> Compiled:
             return inductor.standalone_compile(
                 graph,
                 list(examples),
                 dynamic_shapes="from_graph" if dynamic else "from_example_inputs",
-                options={"config_patches": dict(self._options)} if self._options else {},
+                options={"config_patches": {_TUNED_EARLY: False, **self._options}},
             )
 
+        def finish() -> Compiled:
+            with suppress_warnings(), _eager_backward(), _in_cache_folder():
+                try:
+                    kernels.wait()
+                except Exception as error:
+                    if not _remove_truncated(error) and (had_failed or not _disable_known_isa(error)):
+                        raise
+                    return generate()
+                if not region.effects and not dynamic:
+                    setattr(artifact, _SAMPLES, samples)
+                return artifact
+
+        def samples() -> list[Any]:
+            return random_inputs(examples, domains=domains_of(graph.graph))
+
+        had_failed = bool(_isa_errors)
         # If warnings are errors, torch's own deprecation warnings would fail the compilation.
-        with suppress_warnings(), _eager_backward(), _in_cache_folder():
-            return _without_probing(compiled)
+        with suppress_warnings(), _eager_backward(), _in_cache_folder(), _deferred_kernels() as kernels:
+            artifact = _without_probing(generate)
+        return finish
 
     def save(self, compiled: Any) -> bytes:
-        """Return the artifact as bytes. CPU kernels are not included: they stay in the folder of the compilation."""
+        """Return the artifact as bytes, with the libraries of its C++ kernels, which Inductor keeps in a folder."""
         with _in_cache_folder(), tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "artifact")
             compiled.save(path=path, format="binary")
-            return Path(path).read_bytes()
+            return _joined(self._parts(compiled, Path(path).read_bytes()))
+
+    def _parts(self, compiled: Any, artifact: bytes) -> list[tuple[str, bytes]]:
+        """Return an artifact, the code of its module without Inductor where that is possible, and its libraries."""
+        folder = os.environ.get(_FOLDERS[0])
+        modules = list(generated_modules(artifact))
+        paths = {path for module in modules for path in kernel_libraries(module).values()}
+        if folder is None or not all(Path(path).is_relative_to(folder) for path in paths):
+            return [("", artifact), (_MODULE, b"")]
+        names = {path: os.path.relpath(path, folder) for path in sorted(paths)}
+        inputs: Callable[[], list[Any]] | None = getattr(compiled, _SAMPLES, None)
+        module = None
+        if len(modules) == 1 and inputs is not None and not torch.is_grad_enabled():
+            with preserve_rng_state():
+                module = portable_module(modules[0], compiled, inputs, names)
+        libraries = [(name, Path(path).read_bytes()) for path, name in names.items()]
+        return [("", artifact), (_MODULE, module or b""), *libraries]
 
     def load(self, data: bytes, region: Region) -> Compiled:
-        """Return the artifact that `save` wrote; kernels that are missing in the folder are built again."""
+        """Return the artifact that `save` wrote.
+
+        Where its module was written in a form of its own, Inductor is not imported. Otherwise Inductor finds a kernel by
+        its source and the command that compiles it, which has the paths of torch and of the compiler, and builds it
+        again where these are others.
+        """
+        (_, artifact), (_, module), *libraries = _separated(data)
+        with _in_cache_folder():
+            paths = _restore_libraries(libraries)
+        if module and len(paths) == len(libraries):
+            with contextlib.suppress(Exception):  # whatever is missing, Inductor builds it
+                return load_module(module, paths)
         import torch._inductor as inductor
 
         with (
@@ -120,9 +192,75 @@ class Inductor(Backend):
             tempfile.TemporaryDirectory() as folder,
         ):
             path = os.path.join(folder, "artifact")
-            Path(path).write_bytes(data)
+            Path(path).write_bytes(artifact)
             artifact_type = cast("Any", inductor).CompiledArtifact
             return _without_probing(lambda: artifact_type.load(path=path, format="binary"))
+
+
+def _restore_libraries(libraries: list[tuple[str, bytes]]) -> dict[str, str]:
+    """Write libraries to the folder of the compilation, where they are missing; return their paths by name."""
+    folder = os.environ.get(_FOLDERS[0])
+    paths: dict[str, str] = {}
+    for name, data in libraries if folder is not None else ():
+        path = Path(cast("str", folder), name)
+        if not path.resolve().is_relative_to(Path(cast("str", folder)).resolve()):
+            continue
+        paths[name] = str(path)
+        if path.exists():
+            continue
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        handle, written = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(written, 0o700)
+        os.replace(written, path)
+    return paths
+
+
+def _joined(parts: list[tuple[str, bytes]]) -> bytes:
+    """Return named bytes as one: their names and lengths in a line of JSON, then the bytes."""
+    head = json.dumps([(name, len(data)) for name, data in parts]).encode()
+    return head + b"\n" + b"".join(data for _, data in parts)
+
+
+def _separated(data: bytes) -> list[tuple[str, bytes]]:
+    head, _, rest = data.partition(b"\n")
+    parts: list[tuple[str, bytes]] = []
+    for name, length in json.loads(head):
+        parts.append((name, rest[:length]))
+        rest = rest[length:]
+    return parts
+
+
+class _PendingKernels:
+    """Modules that Inductor generated, whose kernels its workers still build."""
+
+    def __init__(self) -> None:
+        self.waits: list[Callable[[], None]] = []
+
+    def wait(self) -> None:
+        """Wait for the kernels and put them into the modules."""
+        while self.waits:
+            self.waits.pop(0)()
+
+
+@contextlib.contextmanager
+def _deferred_kernels() -> Generator[_PendingKernels]:
+    """Collect the kernels that modules, loaded by this thread, would wait for; that is left to the caller."""
+    pending, thread = _PendingKernels(), threading.get_ident()
+
+    def deferring(wait: Callable[..., None]) -> Callable[..., None]:
+        def deferred(compiling: Any, scope: dict[str, Any]) -> None:
+            # Code that is generated only to tune kernels is not a module, and calls them at once.
+            if threading.get_ident() == thread and "__file__" in scope:
+                pending.waits.append(functools.partial(wait, compiling, scope))
+            else:
+                wait(compiling, scope)
+
+        return deferred
+
+    with torch_compat.patched([(torch_compat.WAIT_FOR_KERNELS, deferring)]):
+        yield pending
 
 
 class _Pool:
@@ -147,7 +285,6 @@ def _without_probing(make: Callable[[], Compiled]) -> Compiled:
     compiler does not support the instructions after all, Inductor probes them.
     """
     import torch._inductor.config as config
-    import torch._inductor.cpu_vec_isa as vectors
 
     switch = "cpp.vec_isa_ok"
     if (
@@ -160,13 +297,33 @@ def _without_probing(make: Callable[[], Compiled]) -> Compiled:
         with cast("Any", config).patch({switch: True}):
             return make()
     except Exception as error:
-        if not _is_compiler_error(error):
+        if not _remove_truncated(error) and not _disable_known_isa(error):
             raise
-        _isa_errors.append(str(error))
+    return make()
+
+
+def _remove_truncated(error: Exception) -> bool:
+    """Remove the library that could not be loaded because the linker was killed while it wrote it; return whether one was."""
+    cut = re.search(r"(/\S+\.so): (?:file too short|invalid ELF header|cannot read file data)", str(error))
+    if cut is None:
+        return False
+    with contextlib.suppress(OSError):
+        Path(cut[1]).unlink()
+        return True
+    return False
+
+
+def _disable_known_isa(error: Exception) -> bool:
+    """Let Inductor probe vector instructions from now on, if this is an error of the C++ compiler; return that."""
+    import torch._inductor.cpu_vec_isa as vectors
+
+    if not _is_compiler_error(error):
+        return False
+    _isa_errors.append(str(error))
     remembered: list[Any] = [type(isa).__bool__ for isa in getattr(vectors, "supported_vec_isa_list", ())]
     for answer in (vectors.valid_vec_isa_list, *remembered):
         getattr(answer, "cache_clear", bool)()
-    return make()
+    return True
 
 
 def _isa_is_known() -> bool:
@@ -181,17 +338,14 @@ def _is_compiler_error(error: Exception) -> bool:
     return any(name in message for name in ("CppCompileError", "ImportError", "OSError"))
 
 
-def _config_digest() -> str:
-    """Return a digest of the global configuration of Inductor and AOTAutograd."""
-    import torch._functorch.config as functorch
-    import torch._inductor.config as inductor
+_CONFIGS = ("torch._inductor.config", "torch._functorch.config")
+_VARIABLES = ("TORCHINDUCTOR", "TORCH_COMPILE", "FUNCTORCH", "AOT_", "TRITON")
 
-    settings: list[str] = []
-    for config in cast("list[Any]", [inductor, functorch]):
-        portable = getattr(config, "save_config_portable", None) or getattr(config, "get_config_copy", None)
-        if portable is not None:
-            settings.append(repr(sorted(portable().items())))
-    return hashlib.sha256("\n".join(settings).encode()).hexdigest()[:16]
+
+def _config_digest() -> str:
+    """Return a digest of the global settings of Inductor and AOTAutograd that are not the defaults."""
+    changed = torch_compat.changed_settings(_CONFIGS, _VARIABLES, frozenset(_FOLDERS))
+    return hashlib.sha256("\n".join(changed).encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any, cast
 from dovetail.errors import InvalidArgument, did_you_mean
 from dovetail.lowering.backend_protocol import Backend, identity, near_kind, resolve
 from dovetail.lowering.compile_unit import unit_of
-from dovetail.lowering.failures import LoweringFailure, LoweringFault, fault_of
+from dovetail.lowering.failures import LoweringFailure, LoweringFault, fault_of, report_fault
 from dovetail.lowering.options import Options
 from dovetail.outlining.region import Region, local_name, path_prefixes
 from dovetail.rules.rule import Decline
@@ -99,6 +99,8 @@ class Assigner:
             accepted = self._answers[key] = reason is None
             if isinstance(reason, str):
                 reason = LoweringFault(region.name, backend.name, "supports", reason)
+            elif reason is not None:
+                report_fault(reason)
             if reason is not None:
                 self.declined.append(reason)
         return accepted

@@ -47,6 +47,18 @@ _WRAPPERS = ("cuda_graphs",)
 """Backends that wrap another one, whose name is in brackets."""
 
 
+@dataclass(frozen=True)
+class CompileCost:
+    """A linear model of the seconds that a backend compiles: so many for each distinct body and each operation in it."""
+
+    per_body: float
+    per_operation: float
+
+    def seconds(self, bodies: int, operations: int) -> float:
+        """Return the estimate for bodies with so many operations in all."""
+        return bodies * self.per_body + operations * self.per_operation
+
+
 class Backend:
     """Compiles regions. Subclass it, or pass any object that has `name`, `supports` and `compile`.
 
@@ -60,9 +72,11 @@ class Backend:
     through the body. `version` is part of cache keys: change it when the generated code changes. With `isolation =
     "process"` compilation happens in a process of its own, which may crash, or exceed `timeout` seconds and be killed;
     `save` and `load` are required then. Inline, neither can be survived. `bound` is how far results may be off relative
-    to their size when they are verified, for code that is less exact than the body. `rules` find the regions for it in
+    to their size when they are verified, for code that is less exact than the body. With `must_verify` code is verified
+    whatever option `lower` got, and not used where that is not possible. `rules` find the regions for it in
     `dovetail.compile`. Regions of `smallest` operations are worth a call to it, whatever option `lower` got. `variants`
-    are keywords of its constructor that `dovetail.tune` tries besides the defaults.
+    are keywords of its constructor that `dovetail.tune` tries besides the defaults. By its `compile_cost`, if it has one,
+    `dovetail.compile` decides between repeated blocks, each compiled once, and the whole graph.
     """
 
     name: str = ""
@@ -73,9 +87,11 @@ class Backend:
     double_backward: bool = False
     kernels: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     bound: float | None = None
+    must_verify: bool = False
     rules: Rules | None = None
     smallest: int | None = None
     variants: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    compile_cost: CompileCost | None = None
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -96,6 +112,13 @@ class Backend:
         `examples` are fake tensors like the operands, with the gradient flags of the calls it will get.
         """
         return kernel_call(self.kernels[region.kind], region, examples)
+
+    def compile_async(self, region: Region, examples: Sequence[Any]) -> Callable[[], Compiled]:
+        """Start to compile as `compile` does, and return a function that waits for the end and returns the callable.
+
+        A backend that overrides it works on several regions at a time. The function may never be called.
+        """
+        return functools.partial(self.compile, region, examples)
 
     def prepare(self, site: CallSite) -> Compiled:
         """Return what runs one call of a region from now on; asked at the first call, and after a weight changed.
@@ -262,6 +285,22 @@ def built_in() -> Mapping[str, tuple[str, str]]:
     return _BUILT_IN
 
 
+def backend_names() -> tuple[str, ...]:
+    """Return the names of the built-in backends and of those that installed packages register."""
+    installed = sorted({point.name for point in entry_points(group=GROUP)} - _BUILT_IN.keys())
+    return (*_BUILT_IN, *installed)
+
+
+def why_unusable(backend: Backend) -> str | None:
+    """Return what a backend needs that this process does not have, such as a package to install; None if it has all.
+
+    A backend reports it by a method `missing`, if it has one.
+    """
+    adapted: Any = backend
+    missing: Callable[[], str | None] | None = getattr(adapted, "missing", None)
+    return None if missing is None else missing()
+
+
 def _resolve_one(value: Any) -> Backend:
     if isinstance(value, str):
         backend = by_name(value)
@@ -275,6 +314,10 @@ def _resolve_one(value: Any) -> Backend:
     if backend.isolation not in ("inline", "process"):
         raise InvalidArgument(
             f"backend '{backend.name}': isolation {backend.isolation!r}; give 'inline' or 'process'."
+        )
+    if backend.compile_cost is not None and not isinstance(backend.compile_cost, CompileCost):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(
+            f"backend '{backend.name}': compile_cost {backend.compile_cost!r}; give a CompileCost or None."
         )
     if backend.isolation == "process" and not backend.can_save:
         raise InvalidArgument(
@@ -323,12 +366,17 @@ def _with_options(name: str, options_json: str) -> Backend:
     except TypeError as error:
         known = list(signature.parameters)
         unknown = next((option for option in options if option not in known), None)
-        if unknown is None:
-            raise InvalidArgument(f"the backend '{name}' cannot be constructed: {error}.") from error
-        has = f"It takes {', '.join(known)}." if known else "It takes none."
-        hint = did_you_mean(unknown, known, otherwise=has)
-        raise InvalidArgument(f"the backend '{name}' has no option '{unknown}'. {hint}") from error
-    return _resolve_one(provider(**options))
+        if unknown is not None:
+            has = f"It takes {', '.join(known)}." if known else "It takes none."
+            hint = did_you_mean(unknown, known, otherwise=has)
+            raise InvalidArgument(f"the backend '{name}' has no option '{unknown}'. {hint}") from error
+    try:
+        backend = provider(**options)
+    except InvalidArgument:  # names option and value
+        raise
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"the backend '{name}' cannot be constructed: {error}.") from error
+    return _resolve_one(backend)
 
 
 def _provider(name: str) -> Any:
@@ -346,7 +394,7 @@ def _provider(name: str) -> Any:
             raise InvalidArgument(
                 f"backend '{name}' ({installed[name].value}) cannot be loaded: {error}"
             ) from error
-    known = sorted({*_BUILT_IN, *installed})
+    known = sorted(backend_names())
     hint = did_you_mean(name, known, otherwise=f"There are {', '.join(known)}.")
     raise InvalidArgument(f"there is no backend '{name}'. {hint}")
 

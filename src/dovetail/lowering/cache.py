@@ -16,11 +16,13 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch.fx import GraphModule
 
 from dovetail.ir.tensor_spec import Specialization
 from dovetail.lowering import compile_unit
@@ -80,16 +82,20 @@ def _read(get: Callable[[], Any]) -> Any:
 @functools.cache
 def toolchain() -> tuple[str, ...]:
     """Return the releases, the processor and the C++ compiler that code depends on, without running anything."""
-    processor = (platform.machine(), torch.backends.cpu.get_cpu_capability(), _processor())
     return (
         f"torch {torch.__version__}",
         f"python {sys.version}",
-        *processor,
+        *processor(),
         _compiler(os.environ.get("CXX")),
     )
 
 
-def _processor() -> str:
+def processor() -> tuple[str, str, str]:
+    """Return the kind of processor that code is compiled for."""
+    return platform.machine(), torch.backends.cpu.get_cpu_capability(), _processor_model()
+
+
+def _processor_model() -> str:
     """Return a hash of the processor's model and instruction sets: code for one may not run on another."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
@@ -100,9 +106,15 @@ def _processor() -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _compiler(named: str | None) -> str:
+def cpp_compiler(named: str | None = None) -> str | None:
+    """Return the path of the C++ compiler that `CXX` or an argument names, or of the first usual one; None without."""
+    named = os.environ.get("CXX") if named is None else named
     candidates = [named.split()[0]] if named and named.split() else ["g++", "clang++", "c++", "cl"]
-    path = next((p for p in map(shutil.which, candidates) if p is not None), None)
+    return next((p for p in map(shutil.which, candidates) if p is not None), None)
+
+
+def _compiler(named: str | None) -> str:
+    path = cpp_compiler(named or "")
     if path is None:
         return f"no compiler {named}"
     try:
@@ -128,11 +140,56 @@ def device_identities(devices: Iterable[torch.device]) -> list[str]:
     return sorted(identities)
 
 
-_MAGIC = b"dovetail 1\n"
+def portable_key(unit: CompileUnit, backend: Backend, specialization: Specialization) -> str:
+    """Return a hash of what code depends on besides the releases, the processor and the compiler of a machine."""
+    facts = (
+        _source_hash(backend_class(backend)),
+        identity(backend),
+        unit.key,
+        unit.roles,
+        specialization,
+        device_identities(devices_of(unit.region.body)),
+        torch.get_num_threads(),
+        sorted(precision().items()),
+    )
+    return hashlib.sha256("\n".join(map(repr, facts)).encode()).hexdigest()
+
+
+def devices_of(gm: GraphModule) -> set[torch.device]:
+    """Return the devices of the values in a graph."""
+    values = [n.meta.get("val") for n in gm.graph.nodes]
+    return {v.device for v in values if isinstance(v, torch.Tensor)}
+
+
+_MAGIC = b"dovetail 2\n"
 _LIMIT = 4 * 2**30
 _WRITES_BETWEEN_TIDYING = 32
 _ABANDONED = 3600.0
 _IN_USE: ContextVar[Cache | None] = ContextVar("dovetail_cache", default=None)
+
+
+@dataclass(frozen=True)
+class CachedFile:
+    """A file of the cache: its name, what it is, when it was last used, in seconds of the epoch, and its bytes.
+
+    `kind` is "code" for an entry, "tool" for a file that a backend's compiler keeps, "partial" for one that is being
+    written, or was when its process died.
+    """
+
+    path: Path
+    name: str
+    kind: Literal["code", "tool", "partial"]
+    used: float
+    size: int
+
+
+@dataclass(frozen=True)
+class DamagedEntry:
+    """An entry of the cache that is not read, and why."""
+
+    path: Path
+    name: str
+    reason: str
 
 
 class Cache:
@@ -152,20 +209,11 @@ class Cache:
 
     def key(self, unit: CompileUnit, backend: Backend, specialization: Specialization) -> str:
         """Return the key of an entry: a hash of all that the code of a backend for a body depends on."""
-        values = [n.meta.get("val") for n in unit.region.body.graph.nodes]
-        devices = {v.device for v in values if isinstance(v, torch.Tensor)}
-        facts = (
-            _source_hash(backend_class(backend)),
-            identity(backend),
-            unit.key,
-            unit.roles,
-            specialization,
-            toolchain(),
-            device_identities(devices),
-            torch.get_num_threads(),
-            sorted(precision().items()),
-        )
-        return hashlib.sha256("\n".join(map(repr, facts)).encode()).hexdigest()
+        return self.local_key(portable_key(unit, backend, specialization))
+
+    def local_key(self, portable: str) -> str:
+        """Return the key on this machine of code with a key that machines of the same kind share."""
+        return hashlib.sha256(f"{portable}\n{toolchain()!r}".encode()).hexdigest()
 
     def read(self, key: str) -> bytes | None:
         """Return what was written under a key; None if there is nothing, or if it is incomplete."""
@@ -209,6 +257,40 @@ class Cache:
             return
         if next(self._numbers) % _WRITES_BETWEEN_TIDYING == 0:
             self.tidy()
+
+    def files(self) -> Iterator[CachedFile]:
+        """Yield every file of the cache, those of the backends' tools included."""
+        for used, size, path in self._files():
+            is_entry = path.is_relative_to(self._entries)
+            name = path.name if is_entry else path.relative_to(self._tools).as_posix()
+            is_partial = is_entry and path.suffix == ".tmp"
+            yield CachedFile(
+                path, name, "partial" if is_partial else "code" if is_entry else "tool", used, size
+            )
+
+    def verify(self) -> list[DamagedEntry]:
+        """Return the entries that `read` would not return; none is removed, and none counts as used."""
+        damaged: list[DamagedEntry] = []
+        for file in self.files():
+            if file.kind != "code":
+                continue
+            try:
+                places = (file.path.parent, file.path)
+                reason = next(filter(None, (_why_not_private(p.stat(), p) for p in places)), None)
+                content = file.path.read_bytes() if reason is None else b""
+            except FileNotFoundError:  # removed meanwhile
+                continue
+            except OSError as error:
+                reason, content = str(error), b""
+            start = len(_MAGIC) + hashlib.sha256().digest_size
+            if reason is None and content[:start] != _header(file.name, content[start:]):
+                is_other = not content.startswith(_MAGIC)
+                reason = (
+                    "it is not of the format of this version" if is_other else "its checksum does not match"
+                )
+            if reason is not None:
+                damaged.append(DamagedEntry(file.path, file.name, reason))
+        return damaged
 
     def size(self) -> int:
         """Return the size in bytes, the files of the backends' tools included."""

@@ -12,19 +12,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from dovetail.ir.guard_code import Guard
 from dovetail.ir.nodes import storage_key
 from dovetail.ir.process_state import register_after_fork, reset_at_fork
+from dovetail.ir.profiler_ranges import is_traced, range_label
 from dovetail.ir.tensor_spec import Specialization
 from dovetail.ir.weight_fetch import WeightFetch, mutation_stamp
 from dovetail.ir.weight_guard import Checksums, ContentGuard
 from dovetail.lowering.backend_protocol import Backend, CallSite
-from dovetail.lowering.compile_region import CompileContext, CompiledRegion, compile_region
+from dovetail.lowering.compile_region import (
+    Compilation,
+    CompileContext,
+    CompiledRegion,
+    begin_compilation,
+    compile_region,
+)
 from dovetail.lowering.compile_unit import CompileUnit
 from dovetail.lowering.double_backward import TwiceDifferentiable
-from dovetail.lowering.failures import LoweringFailure, LoweringFault, fault_of, report
+from dovetail.lowering.failures import LoweringFailure, LoweringFault, fault_of, report, report_fault
 from dovetail.lowering.guards import (
     Unguardable,
     autocast_for,
@@ -79,11 +85,24 @@ class Dispatcher:
         self.limit, self.strict = limit, strict
         self.body = unit.region.body
         self.entries: dict[Specialization, SpecializedEntry] = {}
+        self._begun: dict[Specialization, Compilation] = {}
         self.writes = tuple(sorted(unit.effects.writes))
         self._lock = reset_at_fork(threading.RLock())
         self._is_forked = False
         register_after_fork(self)
-        self._warned = False
+        self._reported: set[str] = set()
+
+    def begin(self, specialization: Specialization) -> bool:
+        """Start to compile for a specialization, where the first backend can; return whether that has not failed."""
+        if specialization in self.entries or specialization in self._begun:
+            return True
+        backend = next((b for b in self.backends if b.trains or not specialization.grad), None)
+        if backend is None:
+            return True
+        begun = begin_compilation(self.unit, backend, specialization, self.context)
+        if begun is not None:
+            self._begun[specialization] = begun
+        return begun is None or begun.error is None
 
     def entry_for(self, specialization: Specialization) -> SpecializedEntry:
         """Return the entry of a specialization, compiled now if there is no entry yet."""
@@ -107,26 +126,39 @@ class Dispatcher:
         backends = iter(self.backends)
         if after is not None:
             next(backend for backend in backends if backend is after)
+        begun = self._begun.pop(specialization, None)
+        without_gradients: list[LoweringFault] = []
         for backend in backends:
             if specialization.grad and not backend.trains:
                 reason = f"autograd cannot go through code of '{backend.name}', and gradients are needed"
-                self.record(LoweringFault(self.unit.region.name, backend.name, "gradients", reason))
+                without_gradients.append(
+                    LoweringFault(self.unit.region.name, backend.name, "gradients", reason)
+                )
+                self.record(without_gradients[-1])
                 continue
-            result = compile_region(self.unit, backend, specialization, self.context)
+            of_backend = begun if begun is not None and begun.backend is backend else None
+            result = compile_region(self.unit, backend, specialization, self.context, of_backend)
             self.record(result)
             if isinstance(result, CompiledRegion):
                 return SpecializedEntry(specialization, result.run, result)
             if self.strict:
                 raise result.as_error()
+            report_fault(result)
+        # The next backend of a list is meant to take what one cannot train; without one, the region is not compiled.
+        for fault in without_gradients:
+            report_fault(fault)
         return SpecializedEntry(specialization, self.body, None)
 
     def lookup(self, args: tuple[Any, ...]) -> SpecializedEntry | None:
         """Return the entry for a call; None if the body must run."""
-        if self._is_forked or autocast_for(args) or self.has_aliased_writes(args):
+        reason = self._why_uncompiled(args)
+        if reason is not None:
+            self._report_uncompiled(reason)
             return None
         try:
             specialization = specialization_of(args)
-        except Unguardable:
+        except Unguardable as error:
+            self._report_uncompiled(f"its operands cannot be guarded ({error})")
             return None
         for entry in list(self.entries.values()):
             if not entry.specialization.is_static and entry.guard(args):
@@ -179,9 +211,23 @@ class Dispatcher:
             raise fault.as_error()
         return result
 
+    def _why_uncompiled(self, args: tuple[Any, ...]) -> str | None:
+        if self._is_forked:
+            return "the process was forked after it was compiled; start worker processes by spawn"
+        if autocast_for(args):
+            return "autocast is active, and it was captured without it; capture the model under autocast"
+        if self.has_aliased_writes(args):
+            return "an operand that it writes shares memory with another one"
+        return None
+
+    def _report_uncompiled(self, reason: str) -> None:
+        if reason not in self._reported:
+            self._reported.add(reason)
+            report("uncompiled", f"region '{self.unit.region.name}' runs uncompiled in calls where {reason}.")
+
     def _warn_of_limit(self, limit: int) -> None:
-        if not self._warned:
-            self._warned = True
+        if "limit" not in self._reported:
+            self._reported.add("limit")
             reason = (
                 f"the recompile limit of {limit} is reached for region '{self.unit.region.name}': calls unlike those it was "
                 f"compiled for run it uncompiled. Capture with dynamic_shapes, or raise `recompile_limit`, here or as "
@@ -251,8 +297,9 @@ class DispatchedCall:
 
     def profiled(self) -> AbstractContextManager[Any]:
         """Return a context that puts the region's name into a profile, if one is taken."""
-        is_profiled = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
-        return torch.profiler.record_function(f"region {self.name}") if is_profiled else _NO_PROFILE
+        is_on = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+        label = range_label(self.dispatcher.unit.region.kind, self.name)
+        return torch.profiler.record_function(label) if is_on else _NO_PROFILE
 
     def with_weights(
         self, fetch: WeightFetch, operands: Mapping[int, int], sentinels: Sequence[int]
@@ -356,6 +403,7 @@ class DispatchedCall:
             if dispatcher.strict:
                 raise fault.as_error() from error
             dispatcher.record(fault)
+            report_fault(fault)
             return entry.run
         return prepared
 
@@ -466,13 +514,3 @@ def _items(indices: tuple[int, ...]) -> Callable[[tuple[Any, ...]], Sequence[Any
     if len(indices) > 1:
         return operator.itemgetter(*indices)
     return lambda args: tuple([args[i] for i in indices])
-
-
-def is_traced() -> bool:
-    """Return whether a dispatch mode, a transform or forward-mode AD is active, which must see each operation."""
-    transforms: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or transforms.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-    )

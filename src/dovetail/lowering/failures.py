@@ -48,7 +48,19 @@ def fault_of(region: str, backend: str, stage: str, error: BaseException) -> Low
 
 
 _LOG = logging.getLogger("dovetail")
-Kind = Literal["recompiled", "fallback", "limit", "failed", "unplanned", "environment", "stale"]
+Kind = Literal[
+    "recompiled",
+    "fallback",
+    "limit",
+    "failed",
+    "uncompiled",
+    "unplanned",
+    "environment",
+    "stale",
+    "shared",
+    "unshared",
+]
+_INFORMATIVE = ("unplanned", "environment", "shared")
 
 
 @dataclass(frozen=True)
@@ -65,8 +77,8 @@ class Diagnostic:
 class Diagnostics:
     """The events of one compiled model, each of them reported once.
 
-    They are logged by the logger `dovetail`, what a plan does not cover at level INFO, all others as warnings. Where a
-    model runs uncompiled, because it cannot be captured or a limit is reached, it is a Python warning too.
+    They are logged by the logger `dovetail`, what a plan does not cover and what ranks share at level INFO, all others as
+    warnings. Where a model runs uncompiled, because it cannot be captured or a limit is reached, it is a Python warning too.
     """
 
     def __init__(self) -> None:
@@ -85,10 +97,20 @@ def report(kind: Kind, message: str) -> None:
     """Log an event, and warn of it if something runs uncompiled because of it."""
     is_warned = kind in ("fallback", "limit")
     if not is_warned or _LOG.hasHandlers():
-        level = logging.INFO if kind in ("unplanned", "environment") else logging.WARNING
+        level = logging.INFO if kind in _INFORMATIVE else logging.WARNING
         _LOG.log(level, "%s", message)
     if is_warned:
         warnings.warn(message, stacklevel=user_stacklevel("torch"))
+
+
+def report_fault(fault: LoweringFault) -> None:
+    """Log that code of a backend is not used for a region."""
+    of_region = f" for region '{fault.region}'" if fault.region else ""
+    report(
+        "failed",
+        f"code of '{fault.backend}'{of_region} is not used, {fault.stage}: {fault.reason}. The next backend takes its place, "
+        f"or the operations as they are; dovetail.explain(...) has the reason.",
+    )
 
 
 class UnsupportedOp(Exception):

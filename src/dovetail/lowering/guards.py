@@ -10,11 +10,9 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, cast
 
-import sympy
 import torch
 from torch import SymInt, Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._sympy.printers import PythonPrinter
 
 from dovetail.ir.guard_code import Guard, GuardCode
 from dovetail.ir.tensor_spec import NumberSpec, Size, Spec, Specialization, TensorSpec
@@ -110,22 +108,29 @@ def disable_autocast() -> Generator[None]:
             torch.set_autocast_enabled(kind, True)
 
 
-def suspend_saved_tensor_hooks() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def suspend_saved_tensor_hooks() -> Generator[None]:
     """Hide what runs from hooks on saved tensors.
 
-    Those of activation checkpointing count what a call saves, and compilation happens in its first run only.
+    Those of activation checkpointing count what a call saves, and compilation happens in its first run only. Hooks that
+    return each value as it is would hide it too, but an operation that saves its own result would then never be released.
     """
-    return torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
-
-
-def _unchanged(value: Any) -> Any:
-    return value
+    functions: Any = torch._C._autograd  # pyright: ignore
+    suspended: list[tuple[Any, Any]] = []
+    while (hooks := functions._top_saved_tensors_default_hooks(False)) is not None:
+        suspended.append(hooks)
+        functions._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(suspended):
+            functions._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def has_saved_tensor_hooks() -> bool:
     """Whether hooks on saved tensors are active, those of checkpointing among them, unless they are suspended."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
-    return hooks is not None and hooks[0] is not _unchanged
+    functions: Any = torch._C._autograd  # pyright: ignore
+    return functions._top_saved_tensors_default_hooks(False) is not None
 
 
 def _spec(value: Any, requires_grad: bool, ranges: dict[str, Any] | None = None) -> Spec:
@@ -154,7 +159,7 @@ def _spec(value: Any, requires_grad: bool, ranges: dict[str, Any] | None = None)
 def _size(n: Any, ranges: dict[str, Any] | None) -> Size:
     if isinstance(n, int):
         return n
-    expr = cast("sympy.Expr", n.node.expr)
+    expr: Any = n.node.expr
     if expr.is_number:
         return int(expr)
     if ranges is None:
@@ -164,11 +169,15 @@ def _size(n: Any, ranges: dict[str, Any] | None) -> Size:
         if bounds is None:
             raise Unguardable(f"the size {expr}, whose range is not known")
         ranges[str(symbol)] = (str(symbol), _bound(bounds.lower), _bound(bounds.upper))
+    from torch.utils._sympy.printers import PythonPrinter
+
     return PythonPrinter().doprint(expr)
 
 
 def _bound(value: Any) -> int | None:
     # Torch's infinite integers claim to be finite, and it uses huge ones as infinities too.
+    import sympy
+
     return int(value) if isinstance(value, sympy.Integer) and abs(value) < 2**62 else None
 
 

@@ -44,11 +44,11 @@ from dovetail.lowering.backend_protocol import (
 )
 from dovetail.lowering.compile_unit import GradAnalysis, unit_of
 from dovetail.lowering.dispatch import Dispatcher
-from dovetail.lowering.failures import fault_of
+from dovetail.lowering.failures import fault_of, report_fault
 from dovetail.lowering.guards import Unguardable, disable_autocast, expected_specialization
 from dovetail.lowering.lowered_state import LoweredState, lowered_state_of, with_lowering
 from dovetail.lowering.options import Granularity, Options
-from dovetail.lowering.worker import cancelled_by
+from dovetail.lowering.worker_process import cancelled_by
 from dovetail.outlining.region import Region, local_name, path_prefixes, regions
 from dovetail.passes.pass_manager import Pass
 
@@ -79,6 +79,9 @@ def compile_all(jobs: Iterable[Job], progress: bool) -> None:
     pool = ThreadPoolExecutor(_worker_count(len(isolated)), "dovetail-lowering")
     try:
         futures = [pool.submit(compile_one, job) for job in isolated]
+        for dispatcher, specialization in inline if len(inline) > 1 else ():
+            if not dispatcher.begin(specialization) and dispatcher.strict:
+                break
         for job in inline:
             compile_one(job)
         for future in as_completed(futures):
@@ -172,12 +175,12 @@ def lower_with(
 
 
 def settle_parts(model: nn.Module, backends: Iterable[Any]) -> None:
-    """Let backends settle on a model, parts of which run lowered graphs; warn of those that raise."""
+    """Let backends settle on a model, parts of which run lowered graphs; log those that raise."""
     for backend in {id(b): b for value in backends for b in resolve(value)}.values():
         try:
             backend.settle(model)
         except Exception as error:
-            warnings.warn(f"'{backend.name}' cannot look at the model: {error}", stacklevel=3)
+            report_fault(fault_of("", backend.name, "settle", error))
 
 
 def _settle(lowered: GraphModule, state: LoweredState) -> None:
@@ -189,6 +192,7 @@ def _settle(lowered: GraphModule, state: LoweredState) -> None:
             if state.options.strict:
                 raise fault.as_error() from error
             state.note("", backend.name, fault.stage, fault.reason)
+            report_fault(fault)
 
 
 def _is_empty(backends: Any) -> bool:

@@ -18,6 +18,7 @@ from dovetail.ir.graph_module import attribute, copy_graph, rebuild
 from dovetail.ir.meta_keys import LOWERING
 from dovetail.ir.op_traits import overload_traits
 from dovetail.ir.process_state import reset_at_fork
+from dovetail.ir.profiler_ranges import CodeRange, install_ranges, range_label
 from dovetail.ir.schema import viewed_operand
 from dovetail.ir.weight_fetch import SENTINELS
 from dovetail.ir.weight_guard import ContentGuard, version_sentinel
@@ -115,6 +116,10 @@ class LoweredState:
             self._by_name[local_name(region.name)] = dispatcher
         return dispatcher
 
+    def dispatchers(self) -> dict[str, Dispatcher]:
+        """Return the dispatchers so far, by the local names of the regions."""
+        return dict(self._by_name)
+
     def backend_of(self, name: str, otherwise: str | None = None) -> str | None:
         """Return the name of the backend that runs a region now; `otherwise` while nothing is compiled."""
         own = local_name(name)
@@ -161,8 +166,15 @@ class LoweredState:
 
         env: dict[Node, Any] = {}
         flattener = Flattener(graph, lambda name: sites.get(local_name(name)), get_constant)
-        flattener.write(program, program.graph.nodes, env)
-        graph.set_codegen(program.graph._codegen)
+        ranges: list[CodeRange] = []
+        for node in program.graph.nodes:
+            start = graph._root._prev
+            flattener.write(program, (node,), env)
+            call = call_of(node.meta)
+            if call is not None and node.name not in sites:
+                ranges += _range_since(start, range_label(call.identity.kind, node.name))
+        graph.set_codegen(copy.copy(program.graph._codegen))
+        install_ranges(graph, ranges)
         for node in list(graph.nodes):
             if isinstance(node.target, DispatchedCall):
                 sources = {i: _source_attribute(a) for i, a in enumerate(node.args) if isinstance(a, Node)}
@@ -184,6 +196,16 @@ class LoweredState:
                     region.name, dispatcher, unit_of(region).lifted, self.notes, self.contents
                 )
         return self.sites
+
+
+def _range_since(start: Node, label: str) -> list[CodeRange]:
+    """Return the range of the operations that were appended to a graph after `start`; none if there are none."""
+    names: list[str] = []
+    node = start._next
+    while node.op != "root":
+        names += [] if node.op == "get_attr" else [node.name]
+        node = node._next
+    return [CodeRange(names[0], names[-1], label)] if names else []
 
 
 def _source_attribute(node: Node) -> str | None:

@@ -20,51 +20,52 @@ run a capture's calls (`own_forward`), 1 and 2 are checked before it.
 
 from __future__ import annotations
 
-import functools
 import re
 import threading
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.fx import GraphModule
 
-from dovetail.errors import CallMismatch, CaptureError, CaptureMismatch, InvalidArgument, PlanMismatch
+from dovetail.errors import (
+    BundleMismatch,
+    CallMismatch,
+    CaptureError,
+    CaptureMismatch,
+    InvalidArgument,
+    PlanMismatch,
+)
 from dovetail.frontend import cache_pytrees
-from dovetail.frontend.capture import CAPTURING, capture
-from dovetail.ir.graph_module import HOOK_KINDS, Program
+from dovetail.frontend.capture import CAPTURING
 from dovetail.ir.process_state import register_after_fork, reset_at_fork
-from dovetail.ir.weight_fetch import TensorGuard
-from dovetail.lowering.dispatch import is_traced
+from dovetail.ir.profiler_ranges import is_traced
+from dovetail.lowering.cache import open_cache
 from dovetail.lowering.failures import Diagnostics
 from dovetail.lowering.guards import active_autocast, disable_autocast, suspend_saved_tensor_hooks
 from dovetail.lowering.lowered_state import lowered_state_of
 from dovetail.lowering.options import recompile_limit_of
 from dovetail.runtime.automatic_dynamic import AutomaticDynamic, Dimensions, preserve_dynamic_marks
+from dovetail.runtime.capture_entry import CaptureEntry, CaptureSource, GuardKey, without_autocast
 from dovetail.runtime.cuda_graph_replay import NO_GPU, CudaGraphReplay, why_not_recorded
 from dovetail.runtime.module_guard import (
     ModuleGuard,
     has_global_hooks,
     instance_forward,
-    is_overridden,
     own_forward,
+    without_hooks,
 )
-from dovetail.runtime.own_forward import GuardedForward, TorchCompiledForward
-from dovetail.runtime.presets import CompiledGraph, Execution
+from dovetail.runtime.own_forward import GuardedForward, TorchCompiledForward, covers
+from dovetail.runtime.presets import CompiledGraph
+from dovetail.runtime.stored_captures import StoredCaptures
 
 CudaGraphs = Literal["auto"] | bool
-GuardKey = tuple[Any, ...]
-HOOKS = (
-    *HOOK_KINDS,
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-)
 
 
 class CompilePipeline(Protocol):
@@ -76,31 +77,6 @@ class CompilePipeline(Protocol):
     def strict(self) -> bool:
         """Whether a call that cannot be captured is an error although others could be."""
         ...
-
-
-@dataclass(frozen=True, eq=False)
-class CaptureEntry:
-    """One capture of the model: the key of the module guard at that time, the lowered graph, and what runs calls."""
-
-    key: GuardKey
-    program: GraphModule
-    run: Callable[..., Any]
-    execution: Execution = "regions"
-
-    def trust_weights(self, guard: TensorGuard | None) -> None:
-        """Let the graph not compare, in the next call on this thread, what a guard that was checked just now covers."""
-        if self._fetches_weights:
-            cast("Program", self.program).trust_weights(guard)
-
-    @functools.cached_property
-    def _fetches_weights(self) -> bool:
-        """Whether every call runs the graph: a replay and the model's own forward do not fetch its weights."""
-        is_graph = self.execution in ("regions", "graph") and not isinstance(self.run, CudaGraphReplay)
-        return is_graph and isinstance(self.program, Program)
-
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[bool], Any] | None:
-        """Start the call on a GPU while the guards are checked; None where that cannot be."""
-        return self.run.begin(args, kwargs) if isinstance(self.run, CudaGraphReplay) else None
 
 
 class CaptureCache:
@@ -124,9 +100,13 @@ class CaptureCache:
         cuda_graphs: CudaGraphs = "auto",
         check_capture: bool = False,
         fallback_at_first: bool = False,
+        cache: bool | str | Path = False,
+        bundle: CaptureSource | None = None,
         lock: threading.RLock | None = None,
     ) -> None:
-        self.model, self.preset = model, preset
+        self.model, self.preset, self.cache = model, preset, cache
+        self.stored = StoredCaptures(open_cache(cache))
+        self.bundle = bundle
         self.dynamic_shapes, self.recompile_limit = dynamic_shapes, recompile_limit
         self.cuda_graphs: CudaGraphs = cuda_graphs
         self.check_capture = check_capture
@@ -137,6 +117,7 @@ class CaptureCache:
         self.automatic = AutomaticDynamic(dynamic)
         self._last: CaptureEntry | None = None
         self._refused: list[Any] = []
+        self._raising: deque[Any] = deque(maxlen=64)
         self._failures: list[tuple[GuardKey, bool, str]] = []
         self._capturing_thread: int | None = None
         # Threads that run a `forward` that the user has set.
@@ -156,6 +137,7 @@ class CaptureCache:
             "recompile_limit": self.recompile_limit,
             "cuda_graphs": self.cuda_graphs,
             "check_capture": self.check_capture,
+            "cache": self.cache,
         }
 
     def portable(self) -> list[tuple[GuardKey, CompiledGraph]]:
@@ -246,6 +228,7 @@ class CaptureCache:
                     self.has_captured |= bool(self.captures)
                     self.captures.clear()
                     self._refused.clear()
+                    self._raising.clear()
                     self._failures.clear()
                     self._last = None
                     self._guard = ModuleGuard(self.model)
@@ -278,10 +261,13 @@ class CaptureCache:
             with self._lock:
                 if len(self.captures) != tried:  # another thread may have met the same call first
                     continue
+                if self._adopt_bundled(args, kwargs):
+                    continue
                 entry = refused = None
                 signature = (key, _call_signature((args, kwargs)))
                 try:
-                    if signature not in self._refused and not self._fails_alike(key):
+                    is_refused = signature in self._refused or signature in self._raising
+                    if not is_refused and not self._fails_alike(key):
                         entry = self.specialize(args, kwargs, mismatch or self._key_difference(key))
                 except CaptureError as error:
                     if not (tried or self.has_captured) or self.preset.strict:
@@ -293,14 +279,31 @@ class CaptureCache:
                 return entry.run(*args, **kwargs)
             except CallMismatch:  # it rejects what it was captured with, and another would too
                 self._refused.append(signature)
+            except Exception:
+                self._discard(entry, signature)
+                raise
         self.captured_elsewhere()
         # If the call is invalid, the model's own error is raised.
         result = self.run_model(args, kwargs)
+        if signature in self._raising:
+            # What made it raise is gone, such as a lack of memory: it is captured the next time.
+            self._raising.remove(signature)
         if refused is not None:
             self._refused.append(signature)
             self._failures.append((key, torch.is_grad_enabled(), str(refused)))
             self.report_fallback(refused)
         return result
+
+    def _discard(self, entry: CaptureEntry, signature: Any) -> None:
+        """Drop a capture whose first call raised: the call is invalid, and must not use up the recompile limit.
+
+        Calls like it run the model, whose own error is raised.
+        """
+        with self._lock:
+            self.captures[:] = [each for each in self.captures if each is not entry]
+            if self._last is entry:
+                self._last = None
+            self._raising.append(signature)
 
     def _fails_alike(self, key: GuardKey) -> bool:
         """Return whether captures with this key failed twice for one reason, so that other inputs would fail too."""
@@ -356,7 +359,41 @@ class CaptureCache:
                     self._refused.append((self.guard_key(), _call_signature((args, dict(kwargs or {})))))
                     self.diagnostics.report("fallback", f"calls run the model as it is: {error}")
                     return None
-            return self.install(key, graph, args, kwargs)
+            entry = self.install(key, graph, args, kwargs)
+            recorded = replace(entry, origin=self.stored.origin)
+            self.captures[self.captures.index(entry)] = self._last = recorded
+            return recorded
+
+    def _adopt_bundled(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Take over captures of the bundle that hold for the model as it is now; return whether there were any."""
+        if self.bundle is None or self._is_forked or has_global_hooks():
+            return False
+        key, reasons, before = self.guard_key(), list[str](), len(self.captures)
+        if key is None:
+            return False
+        for bundled in self.bundle.matching(
+            without_hooks(self.model), args, dict(kwargs), reasons, check_capture=self.check_capture
+        ):
+            run = self._run(bundled.compiled, (args, kwargs))
+            entry = self._entry(key, bundled.compiled, run)
+            self.captures.append(replace(entry, origin=bundled.origin))
+        if not self.captures and reasons:
+            mismatch = BundleMismatch(self.bundle.path, reasons)
+            self.bundle = None
+            if self.preset.strict:
+                raise mismatch
+            self.diagnostics.report("stale", f"the model is captured again: {mismatch}")
+        return len(self.captures) > before
+
+    def adopt_bundle(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CaptureEntry | None:
+        """Take over captures of the bundle, and return the one that covers a call; None without any."""
+        with self._lock:
+            self._adopt_bundled(args, kwargs)
+            for entry in self.captures:
+                if covers(entry.program, args, kwargs):
+                    self._last = entry
+                    return entry
+        return None
 
     def install(
         self,
@@ -385,7 +422,8 @@ class CaptureCache:
         """Return a capture whose calls `run` runs, by default the graph, unless the execution is the model's forward."""
         program, execution = compiled.program, compiled.execution
         if execution == "model":
-            return CaptureEntry(key, program, GuardedForward(program, self.run_model), execution)
+            forward = GuardedForward(program, self.run_model)
+            return CaptureEntry(key, program, forward, execution, cuda_graphs=compiled.cuda_graphs)
         if execution == "torch.compile":
             forward = TorchCompiledForward(
                 program,
@@ -394,8 +432,9 @@ class CaptureCache:
                 lambda message: self.diagnostics.report("failed", message),
                 self.preset.strict,
             )
-            return CaptureEntry(key, program, forward, execution)
-        return CaptureEntry(key, program, _without_autocast(run or program.forward, key), execution)
+            return CaptureEntry(key, program, forward, execution, cuda_graphs=compiled.cuda_graphs)
+        called = without_autocast(run or program.forward, key)
+        return CaptureEntry(key, program, called, execution, cuda_graphs=compiled.cuda_graphs)
 
     def capture(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, cause: str = ""
@@ -418,13 +457,13 @@ class CaptureCache:
     def _capture_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], cause: str) -> GraphModule:
         """Return the captured graph, with sizes that differ between calls symbolic if it can be captured so."""
         model = without_hooks(self.model)
-        check = self.check_capture and not self.captures
+        check = self.check_capture
         if callable(self.dynamic_shapes):
             graph = self._capture_in_range(model, args, kwargs, cause, check)
             if graph is not None:
                 return graph
         elif self.dynamic_shapes is not None:
-            graph = capture(model, args, kwargs, dynamic_shapes=self.dynamic_shapes, check_capture=check)
+            graph = self._capture_or_read(model, args, kwargs, self.dynamic_shapes, check)
             self._report_recompilation(cause)
             return graph
         cache_pytrees.register_caches()
@@ -433,14 +472,14 @@ class CaptureCache:
         if dims:
             shapes = dims.as_dynamic_shapes(model.forward, args, kwargs)
             try:
-                graph = capture(model, args, kwargs, dynamic_shapes=shapes, check_capture=check)
+                graph = self._capture_or_read(model, args, kwargs, shapes, check)
                 self._report_recompilation(cause, dims)
                 return graph
             except CaptureMismatch:
                 raise
             except CaptureError as error:
                 failure = error
-        graph = capture(model, args, kwargs, check_capture=check)
+        graph = self._capture_or_read(model, args, kwargs, None, check)
         if failure is None:
             self._report_recompilation(cause, dims)
             return graph
@@ -453,6 +492,15 @@ class CaptureCache:
             )
         return graph
 
+    def _capture_or_read(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any, check: bool
+    ) -> GraphModule:
+        """Return the graph for calls like this one, read from disk if it was captured before."""
+        state = self._guard.key()
+        return self.stored.capture(
+            model, args, kwargs, state=state, dynamic_shapes=shapes, check_capture=check
+        )
+
     def _capture_in_range(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cause: str, check: bool
     ) -> GraphModule | None:
@@ -461,7 +509,7 @@ class CaptureCache:
         if shapes is None:
             return None
         try:
-            graph = capture(model, args, kwargs, dynamic_shapes=shapes, check_capture=check)
+            graph = self._capture_or_read(model, args, kwargs, shapes, check)
         except CaptureMismatch:
             raise
         except CaptureError as error:
@@ -544,29 +592,3 @@ def _autocast_cache_disabled() -> Generator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(was)
-
-
-def _without_autocast(run: Callable[..., Any], key: GuardKey) -> Callable[..., Any]:
-    """Return a callable that runs with autocast disabled if the graph was captured with it and has the casts."""
-    if not key[1]:
-        return run
-
-    def run_without_autocast(*args: Any, **kwargs: Any) -> Any:
-        with disable_autocast():
-            return run(*args, **kwargs)
-
-    return run_without_autocast
-
-
-def without_hooks(model: nn.Module) -> nn.Module:
-    """Return a shallow copy of a model without its own forward hooks, which run around each call, not in the graph."""
-    # Classes that FSDP creates build a new module in their `__new__`.
-    allocate: Any = GraphModule.__new__ if isinstance(model, GraphModule) else object.__new__
-    copied: nn.Module = allocate(type(model))
-    copied.__dict__.update(model.__dict__)
-    copied.__dict__.update({name: OrderedDict() for name in HOOKS if name in model.__dict__})
-    if is_overridden(model):
-        del copied.__dict__["forward"]
-        if (forward := instance_forward(model)) is not None:
-            copied.__dict__["forward"] = forward
-    return copied

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from dovetail.errors import InvalidArgument, checked_call
@@ -18,8 +20,11 @@ from dovetail.lowering.backend_protocol import DEFAULT, Backend, BackendChain, B
 from dovetail.lowering.options import Granularity, Options
 from dovetail.passes.pass_manager import Pass
 from dovetail.rules.rule import Rules
+from dovetail.runtime.bundle import OpenBundle
 from dovetail.runtime.capture_cache import CudaGraphs
 from dovetail.runtime.compiled_module import CompiledModule
+from dovetail.runtime.group_call import RANK_TIMEOUT, GroupCall, require_rank_timeout
+from dovetail.runtime.group_compile import GroupCompile
 from dovetail.runtime.presets import (
     CompilePreset,
     GraphPlan,
@@ -28,6 +33,9 @@ from dovetail.runtime.presets import (
     as_plan,
     default_pipeline,
 )
+
+_BUNDLED = ("verify", "granularity", "smallest", "timeout", "weight_check_interval")
+"""The options of lowering that a bundle has."""
 
 
 @checked_call(mode="`backends` with their options", fullgraph="on_error='raise'", strict="on_error='raise'")
@@ -52,6 +60,9 @@ def compile(
     cuda_graphs: CudaGraphs = "auto",
     weight_check_interval: int | None = CHECK_INTERVAL,
     check_capture: bool = True,
+    bundle: str | os.PathLike[str] | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
+    rank_timeout: float = RANK_TIMEOUT,
 ) -> CompiledModule:
     """Return the model captured, fused and lowered: called as it is, with the same parameters.
 
@@ -65,8 +76,15 @@ def compile(
     `pipeline` replaces all passes. A `plan`, a `dovetail.Plan` or the path of one, decides passes, regions and backends
     as they were measured, without measuring anything; what it does not know follows the defaults and `backends`. With `cuda_graphs` "auto", calls without gradients on a GPU are recorded and
     replayed as one where nothing prevents it; the ledger has the reason where something does. With `check_capture`
-    the first graph is compared with the model on the inputs it was captured with; if they differ the model's own
-    forward runs, with a warning, or CaptureMismatch is raised with `on_error="raise"`. The rest is for `lower`.
+    each graph is compared with the model on the inputs it was captured with; if they differ the model's own
+    forward runs, with a warning, or CaptureMismatch is raised with `on_error="raise"`. A `bundle`, the path of what
+    `dovetail.bundle` wrote, has graphs and code of the model: nothing is traced or compiled for calls that it covers,
+    others are compiled as those were. It is executed, so open only those that you trust; BundleMismatch has what
+    differs where it was written for another machine or model. With a `process_group`, one of `torch.distributed`, all
+    ranks of which call this, rank 0 decides and compiles, and the others take its plan, graph and code through the
+    group's store, without any collective; pickles of the other ranks are executed. A rank waits for rank 0 at most
+    `rank_timeout` seconds; then it compiles by rank 0's plan, or by its own arguments, which all ranks then follow.
+    The rest is for `lower`.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"compile takes a module, not a {type(model).__name__}.")
@@ -78,9 +96,23 @@ def compile(
     options = Options.pick({**locals(), "plan": by_body})
     # The limit is on captures; each may still be called with gradients and without.
     per_capture = replace(options, recompile_limit=None)
-    preset, chain = make_preset(
-        per_capture, backends=backends, rules=rules, pipeline=pipeline, plan=graph_plan
-    )
+    require_rank_timeout(rank_timeout)
+    opened = None
+    if bundle is None:
+        preset, chain = make_preset(
+            per_capture, backends=backends, rules=rules, pipeline=pipeline, plan=graph_plan
+        )
+    else:
+        decided = {"backends": backends, "rules": rules, "pipeline": pipeline, "plan": plan}
+        given = [name for name, value in decided.items() if value is not None]
+        given += [name for name in _BUNDLED if getattr(options, name) != getattr(Options(), name)]
+        given += [] if process_group is None else ["process_group"]
+        if given:
+            raise InvalidArgument(
+                f"give a bundle or {given[0]}: a bundle has what was decided for its model."
+            )
+        opened = OpenBundle(bundle, cache, on_error)
+        preset, chain = opened.preset, ()
     if args is None and kwargs is not None:
         args = ()
     is_named = dynamic is not None or dynamic_shapes is not None
@@ -90,18 +122,25 @@ def compile(
         raise InvalidArgument(f"cuda_graphs {cuda_graphs!r}; give 'auto', True or False.")
     if not isinstance(check_capture, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"check_capture {check_capture!r}; give True or False.")
-    compiled = CompiledModule(
-        model,
-        preset,
-        dynamic_shapes=dynamic_shapes if is_named or graph_plan is None else graph_plan.dynamic_shapes,
-        dynamic=dynamic,
-        recompile_limit=recompile_limit,
-        cuda_graphs=cuda_graphs,
-        check_capture=check_capture,
-    )
+    arguments: dict[str, Any] = {
+        "preset": preset,
+        "dynamic_shapes": dynamic_shapes if is_named or graph_plan is None else graph_plan.dynamic_shapes,
+        "dynamic": dynamic,
+        "recompile_limit": recompile_limit,
+        "cuda_graphs": cuda_graphs,
+        "check_capture": check_capture,
+    }
     if args is not None:
         _warm(chain)
-        compiled.specialize(args, kwargs)
+    if process_group is None:
+        compiled = CompiledModule(model, **arguments, cache=cache, bundle=opened)
+        if args is not None:
+            compiled.specialize(args, kwargs)
+        return compiled
+    call = GroupCall(process_group, "compile", model, args, kwargs, seconds=rank_timeout)
+    group = GroupCompile(call, cache, on_error)
+    compiled = CompiledModule(model, **group.agree(arguments), cache=cache)
+    group.specialize(compiled, args, kwargs)
     return compiled
 
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from torch import nn
 from torch.fx import GraphModule
 
 from dovetail.errors import CaptureError, InvalidArgument, checked_call
-from dovetail.ir.graph_module import Body, GraphOwner, Program
+from dovetail.ir.graph_module import HOOK_TABLES, Body, GraphOwner, Program
 from dovetail.lowering.failures import Diagnostic
-from dovetail.runtime.capture_cache import HOOKS, CaptureCache, CompilePipeline, CudaGraphs
+from dovetail.runtime.capture_cache import CaptureCache, CompilePipeline, CudaGraphs
+from dovetail.runtime.capture_entry import CaptureSource
 from dovetail.runtime.module_guard import ForwardOverride, MethodOverride, own_forward, with_signature
+from dovetail.runtime.presets import GraphPlan
 
 # The dicts of parameters, buffers, children and hooks: shared, so that both are one model.
 _SHARED = (
-    *HOOKS,
+    *HOOK_TABLES,
     "_parameters",
     "_buffers",
     "_modules",
@@ -70,11 +73,13 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
         recompile_limit: int | None = None,
         cuda_graphs: CudaGraphs = "auto",
         check_capture: bool = False,
+        cache: bool | str | Path = False,
+        bundle: CaptureSource | None = None,
     ) -> None:
         super().__init__()
         self.__dict__.update({name: model.__dict__[name] for name in _SHARED if name in model.__dict__})
         self.__dict__.pop("training", None)
-        cache = CaptureCache(
+        captures = CaptureCache(
             model,
             preset,
             dynamic_shapes=dynamic_shapes,
@@ -83,8 +88,10 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
             cuda_graphs=cuda_graphs,
             check_capture=check_capture,
             fallback_at_first=True,
+            cache=cache,
+            bundle=bundle,
         )
-        self.__dict__.update(_model=model, _cache=cache, _override=MethodOverride(model, self._run))
+        self.__dict__.update(_model=model, _cache=captures, _override=MethodOverride(model, self._run))
         self.__dict__["_forward"] = with_signature(_forward, own_forward(model))
 
     @property
@@ -117,6 +124,16 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
     def diagnostics(self) -> tuple[Diagnostic, ...]:
         """Recompilations, fallbacks and limits reached so far, each with its cause."""
         return tuple(self._captures.diagnostics.events)
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model's class."""
+        return type(self._original).__name__
+
+    @property
+    def plan(self) -> GraphPlan | None:
+        """The plan that the model was compiled with, if any."""
+        return getattr(self._captures.preset, "plan", None)
 
     @property
     def _wrapper(self) -> dict[str, Any]:
@@ -173,7 +190,8 @@ class CompiledModule(GraphOwner, nn.Module, ForwardOverride):
         """Capture and lower for calls like this one, unless the recompile limit is reached."""
         cache = self._captures
         try:
-            cache.specialize(args, kwargs)
+            if cache.bundle is None or cache.adopt_bundle(args, kwargs or {}) is None:
+                cache.specialize(args, kwargs)
         except CaptureError as error:
             if cache.preset.strict:
                 raise

@@ -11,6 +11,7 @@ import inspect
 import operator
 import threading
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,9 +20,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn.modules import module as torch_modules
 
-from dovetail.ir.graph_module import HOOK_KINDS
+from dovetail.ir.graph_module import HOOK_KINDS, HOOK_TABLES
 from dovetail.ir.weight_fetch import DictSnapshot, TensorGuard
 
 _ACTIVE: ContextVar[tuple[MethodOverride, ...]] = ContextVar("_ACTIVE", default=())
@@ -57,6 +59,20 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
         return module.forward
     of_instance = instance_forward(module)
     return types.MethodType(type(module).forward, module) if of_instance is None else of_instance
+
+
+def without_hooks(model: nn.Module) -> nn.Module:
+    """Return a shallow copy of a model without its own forward hooks, which run around each call, not in the graph."""
+    # Classes that FSDP creates build a new module in their `__new__`.
+    allocate: Any = GraphModule.__new__ if isinstance(model, GraphModule) else object.__new__
+    copied: nn.Module = allocate(type(model))
+    copied.__dict__.update(model.__dict__)
+    copied.__dict__.update({name: OrderedDict() for name in HOOK_TABLES if name in model.__dict__})
+    if is_overridden(model):
+        del copied.__dict__["forward"]
+        if (forward := instance_forward(model)) is not None:
+            copied.__dict__["forward"] = forward
+    return copied
 
 
 def with_signature(method: types.FunctionType, forward: Callable[..., Any]) -> types.FunctionType:

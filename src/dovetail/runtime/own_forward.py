@@ -14,7 +14,7 @@ import torch
 from torch import SymInt, Tensor, nn
 from torch.fx import GraphModule
 
-from dovetail.errors import LoweringError
+from dovetail.errors import CallMismatch, LoweringError
 from dovetail.frontend.calling_convention import convention_of
 from dovetail.frontend.check_capture import copy_inputs, preserve_module_state
 
@@ -98,3 +98,14 @@ def _has_symbols(program: GraphModule) -> bool:
         or (isinstance(value, Tensor) and any(isinstance(size, SymInt) for size in value.shape))
         for value in values
     )
+
+
+def covers(program: GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a graph was captured for calls like this one."""
+    convention = convention_of(program)
+    try:
+        if convention is not None:
+            convention.guard(program)(*args, **kwargs)
+    except CallMismatch:
+        return False
+    return True

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
 
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, LoweringError
+from dovetail.fusion.cost import CostModel
+from dovetail.ir.graph_module import Body, attribute
+from dovetail.ir.nodes import is_projection
 from dovetail.lowering.assign import ALL
 from dovetail.lowering.backend_protocol import Backend
 from dovetail.lowering.compile_unit import unit_of
@@ -23,7 +26,7 @@ from dovetail.passes.pass_manager import Pass, Pipeline
 from dovetail.passes.region_passes import Fuse
 from dovetail.rules.partition import capability
 from dovetail.rules.repeated_blocks.repeats_rule import repeats
-from dovetail.rules.rule import Candidate, Proposal, Rule, RuleContext
+from dovetail.rules.rule import Candidate, Proposal, Refusal, Rule, RuleContext
 
 REST = "rest"
 WHOLE = "whole"
@@ -49,24 +52,86 @@ def blocks() -> tuple[Pass, ...]:
 
 @dataclass(frozen=True)
 class _WholeGraph(Rule):
-    """Proposes all operations of a graph as one region."""
+    """Proposes all operations of a graph as one region, or refuses them for a `reason`."""
 
     name: str = WHOLE
     kind: str = WHOLE
     nests: bool = True
+    reason: str = ""
 
     def propose(self, context: RuleContext) -> Iterator[Proposal]:
         operations = [
             i for i, node in enumerate(context.nodes) if node.op not in ("placeholder", "get_attr", "output")
         ]
-        if operations:
+        if self.reason:
+            yield Refusal(self.name, tuple(operations), self.reason)
+        elif operations:
             constants = [i for i, node in enumerate(context.nodes) if node.op == "get_attr"]
             yield Candidate(self.name, self.kind, (*operations, *constants), escapes="output")
 
 
-def whole_graph() -> Pass:
-    """Return a pass that makes the whole graph one region."""
-    return Fuse(_WholeGraph(), rounds=1)
+def whole_graph(cost: CostModel | None = None) -> Pass:
+    """Return a pass that makes the whole graph one region, unless it saves nothing by a `cost`, the default of `fuse`."""
+    return Fuse(_WholeGraph(), rounds=1, cost=cost)
+
+
+@dataclass(frozen=True)
+class _BlocksUnused(Rule):
+    """Refuses all operations for the reason why repeated blocks are not regions of their own."""
+
+    reason: str
+    name: str = "repeats"
+    kind: str = "block"
+
+    def propose(self, context: RuleContext) -> Iterator[Proposal]:
+        yield Refusal(self.name, tuple(range(len(context.nodes))), self.reason)
+
+
+@dataclass(frozen=True, repr=False)
+class CompileGranularity(Pass):
+    """Make regions of repeated blocks and what is between them, or one of the whole graph.
+
+    Needs: nothing. Leaves: whichever the backend is estimated to compile faster by its `compile_cost`; the estimates
+    are in the ledger, as the reason why the other one was not taken.
+    """
+
+    backend: Backend
+
+    def run(self, gm: GraphModule) -> GraphModule:
+        """Return the graph with its regions."""
+        divided = Pipeline(list(blocks()))(gm)
+        bodies = [region.body for region in first_by_key(regions(divided)).values()]
+        cost = self.backend.compile_cost
+        if cost is None or len(bodies) < 2:
+            return divided
+        counts = sum(map(_operation_count, bodies)), _operation_count(gm)
+        of_blocks, of_whole = cost.seconds(len(bodies), counts[0]), cost.seconds(1, counts[1])
+        estimate = (
+            f"{len(bodies)} distinct bodies with {counts[0]} operations are estimated to compile in {of_blocks:.1f} s, "
+            f"the whole graph with {counts[1]} in {of_whole:.1f} s"
+        )
+        if of_blocks <= of_whole:
+            return Fuse(_WholeGraph(reason=estimate), rounds=1)(divided)
+        whole = whole_graph()(gm)
+        if any(self.backend.supports(region) is not True for region in regions(whole)):
+            reason = f"'{self.backend.name}' does not take the whole graph"
+            return Fuse(_WholeGraph(reason=reason), rounds=1)(divided)
+        return Fuse(_BlocksUnused(estimate), rounds=1)(whole)
+
+
+def _operation_count(gm: GraphModule) -> int:
+    """Return the number of operations of a graph, those of nested regions included."""
+    count, graphs = 0, [gm]
+    while graphs:
+        owner = graphs.pop()
+        for node in owner.graph.nodes:
+            if node.op == "call_module" and isinstance(
+                body := attribute(owner, cast("str", node.target)), Body
+            ):
+                graphs.append(body)
+            elif node.op in ("call_function", "call_method", "call_module"):
+                count += not is_projection(node)
+    return count
 
 
 @dataclass(frozen=True)
@@ -115,6 +180,11 @@ class GraphPlan(Protocol):
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Return the `dynamic_shapes` that a call is to be captured with; None for the defaults."""
+        ...
+
+    @property
+    def has_size_ranges(self) -> bool:
+        """Whether `dynamic_shapes` gives calls ranges of sizes, which Dynamo's own captures do not follow."""
         ...
 
 
@@ -169,7 +239,9 @@ class CompilePreset:
         if planned.execution == "regions":
             others = self.backends if isinstance(self.backends, Mapping) else {ALL: self.backends}
             preferred = {**others, **dict.fromkeys(planned.unlowered, ())}
-            graph = lower_with(graph, preferred, replace(self.options, plan=planned.backends))
+            # Backends that other ranks run a body by come before those of the plan.
+            chosen = {**planned.backends, **(self.options.plan or {})}
+            graph = lower_with(graph, preferred, replace(self.options, plan=chosen))
             diagnostics += self._unused_backends(graph, planned)
         return CompiledGraph(graph, planned.execution, planned.cuda_graphs, tuple(diagnostics))
 
@@ -207,7 +279,7 @@ def _is_used(backend: Backend, region: Region, state: LoweredState) -> bool:
 def default_pipeline(backends: Any, rules: Any = None) -> Pipeline:
     """Return the passes for some backends.
 
-    Compilers get repeated blocks as large as possible. Rules go first if the caller names some, or if a backend has
+    Compilers get repeated blocks as large as possible, or the whole graph if it compiles faster. Rules go first if the caller names some, or if a backend has
     kernels for kinds, which the rules of the library find. If a backend has rules of its own, what is between its
     regions goes to the others: a block that contains some could not be assigned as a whole. Such a backend may lack
     the operations that compute masks and positions, which are folded before.
@@ -217,7 +289,8 @@ def default_pipeline(backends: Any, rules: Any = None) -> Pipeline:
         return Pipeline([FoldConstants(), *map(Fuse, own_rules), blocks()[-1]])
     named = rules is not None or any(b.kernels for b in backends)
     if not named:
-        return Pipeline(list(blocks()))
+        has_cost = bool(backends) and backends[0].compile_cost is not None
+        return Pipeline([CompileGranularity(backends[0])] if has_cost else list(blocks()))
     return Pipeline([Fuse(rules), *blocks()])
 
 

@@ -217,7 +217,14 @@ def _preset(options: Mapping[str, Any] | None) -> CompilePreset:
     if unknown:
         raise InvalidArgument(f"unknown option {unknown[0]!r}; there are {', '.join(sorted(_OPTIONS))}.")
     arguments = {name: values.pop(name) for name in _PRESET if name in values}
-    arguments["plan"], values["plan"] = as_plan(values.get("plan"))
+    plan, values["plan"] = as_plan(values.get("plan"))
+    if plan is not None and plan.has_size_ranges:
+        report(
+            "stale",
+            "the plan was tuned for ranges of sizes, which captures of torch.compile do not follow: what it decides for them "
+            "is not applied. Use `dovetail.compile(model, args, plan=...)`.",
+        )
+    arguments["plan"] = plan
     # Dynamo guards on grad mode and on which inputs require gradients, so both are known here.
     return make_preset(Options(**values, grad=torch.is_grad_enabled()), **arguments)[0]
 

@@ -171,7 +171,8 @@ class ExternalBackend(OperationSupport, Backend):
         layouts = json.loads(head)
         operands, results = (tuple(map(_layout_from_json, layouts[k])) for k in ("operands", "results"))
         views = tuple(_view_from_json(*row) for row in layouts["views"])
-        return CompiledModel(self, self.deserialize(rest), operands, results, views)
+        # Code that was stored has run before, and most has its weights bound first: a session of their own.
+        return CompiledModel(self, self.deserialize(rest), operands, results, views, is_tried=True)
 
 
 class _Started:
@@ -228,6 +229,8 @@ class CompiledModel:
         results: tuple[Layout, ...],
         views: tuple[ResultView, ...] | None = None,
         constants: Mapping[int, Tensor] | None = None,
+        *,
+        is_tried: bool = False,
     ) -> None:
         self.backend, self.program, self.operands, self.results = backend, program, operands, results
         views = tuple(map(ResultView, range(len(results)))) if views is None else views
@@ -238,7 +241,8 @@ class CompiledModel:
         self._sessions: dict[int, CompiledSession] = {}
         self._lock = reset_at_fork(threading.Lock())
         register_after_fork(self)
-        self.session()
+        if not is_tried:
+            self.session()
 
     def bound(self, constants: Mapping[int, Tensor]) -> CompiledModel:
         """Return a copy with some operands bound."""

@@ -45,7 +45,7 @@ class OnnxRuntime(OnnxBackend):
 
     @functools.cached_property
     def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"3 {package_version('onnxruntime')}"
+        return f"4 {package_version('onnxruntime')}"
 
     def session(
         self, program: bytes, constants: Mapping[int, Tensor], results: Sequence[Layout]

@@ -50,7 +50,7 @@ class OpenVino(OnnxBackend):
 
     @functools.cached_property
     def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"2 {package_version('openvino')}"
+        return f"3 {package_version('openvino')}"
 
     def why_not_operation(self, node: Node) -> str | None:
         return _why_not_integers(node) or _why_wrong(node) or super().why_not_operation(node)
@@ -95,7 +95,8 @@ def _why_not_integers(node: Node) -> str | None:
         return "it computes integers, which OpenVINO does not compute as torch does"
     at = _INDEX_ARGUMENTS.get(name)
     read = [one for i, one in _operands(node) if i != at and any(map(_is_integral, values_of(one)))]
-    if read and not all(v.is_floating_point() for v in results):
+    # A size says nothing about the elements, and no tensor holds it.
+    if read and not all(v.is_floating_point() for v in results if isinstance(v, Tensor)):
         return f"'{read[0].name}' holds integers, with which OpenVINO does not compute as torch does"
     return None
 
