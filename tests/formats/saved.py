@@ -138,8 +138,8 @@ def first_node(described: dict[str, Any], op: str) -> list[Any]:
 
 def refused(path: Path, match: str | None = None) -> None:
     """Assert that a file is refused, in two seconds of the processor and in a gigabyte."""
-    began, before = time.process_time(), peak_memory(reset=True)
+    began, before = time.thread_time(), peak_memory(reset=True)
     with pytest.raises(InvalidFile, match=match):
         load(path)
     assert peak_memory() - before < 2**30
-    assert time.process_time() - began < 2
+    assert time.thread_time() - began < 2

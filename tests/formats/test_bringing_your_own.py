@@ -1,7 +1,6 @@
-"""The guide to bringing one's own compiler tells the truth: its examples run and print what is shown."""
+"""The guide to bringing one's own compiler: its table of compilers is right."""
 
 import tomllib
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,22 +8,10 @@ from torch.export import Dim
 
 import dovetail
 from dovetail.lowering.backend_protocol import by_name
-from tests.guides import ROOT, check_examples
+from tests.guides import ROOT
 
 GUIDE = ROOT / "docs" / "bringing-your-own-compiler.md"
 COMPILERS = ("onnxruntime", "openvino", "tvm", "xla")
-
-
-@pytest.fixture(autouse=True)
-def _grad_mode_as_it_was() -> Iterator[None]:
-    with torch.enable_grad():
-        yield
-
-
-def test_examples_print_what_is_shown() -> None:
-    for package in ("onnxruntime", "torch_mlir"):
-        pytest.importorskip(package)
-    check_examples(GUIDE, 9)
 
 
 @pytest.mark.parametrize("name", COMPILERS)

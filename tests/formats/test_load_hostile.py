@@ -188,9 +188,9 @@ def test_a_few_of_the_same_expressions_load(path: Path) -> None:
 def test_ten_thousand_parameters_take_no_longer_than_other_values(path: Path) -> None:
     row = [3, [3], [1], 0, "float32", "cpu", True, True]
     changed = redescribed(path, lambda d: d["values"].extend([[900 + n, *row[1:]] for n in range(10_000)]))
-    began = time.process_time()
+    began = time.thread_time()
     load(changed)
-    assert time.process_time() - began < 2
+    assert time.thread_time() - began < 2
 
 
 GUARDS = [

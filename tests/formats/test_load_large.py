@@ -46,9 +46,9 @@ def test_many_nodes_and_regions(length: int, tmp_path: Path) -> None:
     gm, nodes = chain(length)
     gm = dovetail.outline(gm, [dovetail.Request(nodes[i : i + 4], kind="quad") for i in range(0, length, 8)])
     dovetail.save(gm, tmp_path / "large.pt2")
-    start = time.process_time()
+    start = time.thread_time()
     loaded = dovetail.load(tmp_path / "large.pt2")
-    assert time.process_time() - start < 5 + length / 2_000
+    assert time.thread_time() - start < 5 + length / 2_000
     assert len(dovetail.regions(loaded)) == length // 8
     x = torch.randn(4)
     assert torch.equal(loaded(x), gm(x))

@@ -207,6 +207,24 @@ def test_it_is_written_to_a_file(tmp_path: Path) -> None:
         to_stablehlo(gm, path=3)  # type: ignore[arg-type]
 
 
+def test_bytecode_leaves_out_attributes_that_are_none(tmp_path: Path) -> None:
+    x = torch.randn(3, 8)
+    gm = dovetail.outline(
+        dovetail.capture(nn.ReLU(), (x,)),
+        ["relu"],
+        kind="npu.relu",
+        attrs={"gain": None, "n": [1], "in": {"a": None, "b": 2}},
+    )
+    text = to_stablehlo(gm, path=tmp_path / "relu.mlirbc")
+    assert "gain" in text
+    check_values(gm, text, x, module=(tmp_path / "relu.mlirbc").read_bytes())
+    gm = dovetail.outline(
+        dovetail.capture(nn.ReLU(), (x,)), ["relu"], kind="npu.relu", attrs={"n": [1, None]}
+    )
+    with pytest.raises(SaveError, match="a list with null in it"):
+        to_stablehlo(gm, path=tmp_path / "list.mlirbc")
+
+
 def test_the_text_has_nothing_of_this_machine() -> None:
     gm = fused(Blocks().eval(), torch.randn(3, 8))
     assert __file__ not in to_stablehlo(gm)

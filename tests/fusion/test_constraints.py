@@ -60,6 +60,23 @@ def test_what_must_be_wins_over_what_saves_more(must: Any) -> None:
     assert reasons(gm, "wide")[0] == "'tanh' went to region 'pair_0' (rule 'pair')"
 
 
+def test_a_list_in_the_list_is_one_region_although_two_regions_take_its_operations_and_save_more() -> None:
+    rules = [Fixed("head", "relu exp"), Fixed("tail", "tanh sigmoid"), Fixed("middle", "exp tanh")]
+    assert set(held(fused(trace(chain), rules, X))) == {"head_0", "tail_0"}
+    assert held(fused(trace(chain), rules, X, must=[["exp", "tanh"]])) == {"middle_0": {"exp", "tanh"}}
+    both = fused(trace(chain), rules, X, must=["exp", "tanh"])
+    assert set(held(both)) == {"head_0", "tail_0"}
+
+
+def test_a_list_in_the_list_names_operations_also_where_a_kind_has_the_same_name() -> None:
+    rules = [Fixed("pair", "relu exp"), Fixed("tanh", "tanh")]
+    gm = fused(trace(lambda x: x.relu().exp().sin().tanh()), rules[:1], X, must=[["relu", "exp"]])
+    assert held(gm) == {"pair_0": {"relu", "exp"}}
+    wider = [*rules, Fixed("three", "exp sin tanh")]
+    gm = fused(trace(lambda x: x.relu().exp().sin().tanh()), wider, X, must=[["exp", "tanh"]])
+    assert held(gm) == {"three_0": {"exp", "sin", "tanh"}}
+
+
 def test_a_node_itself_may_be_given() -> None:
     gm = trace(chain)
     assert held(fuse(gm, [WIDE, PAIR], must=node(gm, "sigmoid"))) == {"pair_0": {"tanh", "sigmoid"}}

@@ -161,3 +161,10 @@ def test_flops(function: Any, args: tuple[Tensor, ...], name: str, flops: int) -
     gm = dovetail.capture(Call(function), args)
     index = Index(gm)
     assert Figures(index).flops(index.names[name]) == flops
+
+
+def test_a_reshape_that_is_a_view_launches_nothing() -> None:
+    gm = dovetail.capture(Call(lambda x: torch.tanh(torch.exp(x).reshape(-1)) * 2), (torch.randn(4, 8),))
+    entry = dovetail.explain(dovetail.fuse(gm, dovetail.rules.groups())).accepted[0]
+    assert "reshape" in entry.nodes
+    assert (entry.launches_saved, entry.bytes_saved) == (2, 4 * 32 * 4)

@@ -323,9 +323,9 @@ def test_time_grows_with_the_graph_and_not_faster() -> None:
         module = chain(length)
         best = float("inf")
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.thread_time()
             canonicalize(module)
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.thread_time() - start)
         return best
 
     small = seconds(500)

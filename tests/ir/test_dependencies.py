@@ -53,11 +53,11 @@ def test_long_graphs_need_neither_recursion_nor_quadratic_time():
         gm = build(n)
         best = float("inf")
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.thread_time()
             index = Index(gm)
             assert index.reaches(1, n)
             assert len(index.between([0, len(index) - 1])) == len(index) - 2
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.thread_time() - start)
         return best
 
     assert sys.getrecursionlimit() <= 3000

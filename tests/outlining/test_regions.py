@@ -360,3 +360,25 @@ def test_outline_takes_requests_or_nodes_but_not_a_muddle():
     with pytest.raises(InvalidArgument):
         dovetail.outline(nn.Linear(2, 2), ["a"], kind="k")
     assert len(dovetail.regions(dovetail.outline(gm, Request(["exp"], "k")))) == 1
+
+
+def test_arguments_and_results_of_a_request_may_be_names():
+    gm = dovetail.capture(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), (torch.ones(2, 3),))
+    named = {"x": "input_1", "weight": "_0_weight"}
+    by_name = dovetail.Request(["linear", "relu"], "pair", arguments=named, results=["relu"])
+    nodes = {node.name: node for node in gm.graph.nodes}
+    by_node = dovetail.Request(
+        ["linear", "relu"],
+        "pair",
+        arguments={k: nodes[v] for k, v in named.items()},
+        results=(nodes["relu"],),
+    )
+    (region,), (same,) = (dovetail.regions(dovetail.outline(gm, [r])) for r in (by_name, by_node))
+    assert region.arguments == same.arguments
+    assert dict(region.arguments).keys() == {"x", "weight"}
+    for wrong in ({"arguments": {"x": "inputs"}}, {"results": ["relus"]}):
+        with pytest.raises(dovetail.UnknownNode, match="Did you mean"):
+            dovetail.outline(gm, [dovetail.Request(["linear", "relu"], "pair", **wrong)])
+    for wrong in ({"arguments": ["x"]}, {"results": "relu"}):
+        with pytest.raises(dovetail.InvalidArgument, match="give a"):
+            dovetail.outline(gm, [dovetail.Request(["linear", "relu"], "pair", **wrong)])

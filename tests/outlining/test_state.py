@@ -237,10 +237,10 @@ def test_a_constant_of_many_regions_takes_no_square_of_their_number():
 
         gm = drawn(draw)
         requests = [Request(["c", f"a{i}"], "k") for i in range(n)]
-        start = time.perf_counter()
+        start = time.thread_time()
         new = dovetail.outline(gm, requests)
         assert "c" not in names(new)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     seconds(100)
     small, large = min(seconds(500) for _ in range(3)), min(seconds(4000) for _ in range(2))
@@ -265,9 +265,9 @@ def test_nested_graphs_called_twice_are_looked_at_once():
 
         model = Twice(inner)
         inner = GraphModule(model, Leafy().trace(model))
-    start = time.perf_counter()
+    start = time.thread_time()
     dovetail.check(inner)
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5
 
 
 def test_inline_wants_names():

@@ -14,7 +14,8 @@ from torch.fx import Graph, GraphModule, symbolic_trace
 import dovetail
 from dovetail import CyclicRegion, InvalidArgument
 from dovetail.errors import RuleError
-from dovetail.rules.by_module import Modules, matches_path, modules, normalize_path
+from dovetail.ir.module_paths import matches_path, normalize_path
+from dovetail.rules.by_module import Modules, modules
 from tests.rules.repeat_helpers import applied, bodies, member_names, proposed, requests, same_run, to_the_end
 from tests.zoo_graphs import zoo_graph, zoo_inputs
 

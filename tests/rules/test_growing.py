@@ -148,9 +148,9 @@ def test_time_grows_with_the_graph(
         for _ in range(2):
             context, rule = RuleContext(gm), make(gm)
             _ = context.order
-            start = time.perf_counter()
+            start = time.thread_time()
             refused = [p for p in rule.propose(context) if isinstance(p, Refusal)]
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.thread_time() - start)
             assert len(refused) <= 2_000
         seconds.append(best)
     assert seconds[1] < 12 * seconds[0] + 0.1

@@ -250,11 +250,11 @@ def test_classes_are_ordered_and_spoken() -> None:
     assert sorted(OpClass) == [ELEMENTWISE, BROADCAST, INJECTIVE, REDUCTION, ANCHOR, OPAQUE]
     assert [c.description for c in OpClass] == [
         "elementwise",
-        "broadcast",
-        "injective",
+        "a broadcast",
+        "a rearrangement of elements",
         "a reduction",
-        "an anchor",
-        "opaque",
+        "a matrix product, convolution or attention",
+        "of no kind that is fused",
     ]
 
 

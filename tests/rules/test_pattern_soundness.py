@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.fx import symbolic_trace
+from torch.fx import Graph, GraphModule, symbolic_trace
 
 import dovetail
 from dovetail.rules.patterns.alternatives import Const, optional
@@ -234,3 +235,30 @@ def test_operands_are_taken_the_way_round_that_leaves_nothing_between(turned: bo
 
     gm = dovetail.fuse(dovetail.capture(model, (torch.randn(4),)), summed)
     assert [r.nodes for r in dovetail.regions(gm)] == [("relu_1", "add")]
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_tuple_operator_is_matched_with_the_element_that_is_read_whatever_was_written_before(
+    writes: bool,
+) -> None:
+    aten = torch.ops.aten
+    graph = Graph()
+    value = graph.placeholder("x")
+    value.meta["val"] = torch.randn(2, 3)
+    if writes:
+        value = graph.call_function(aten.mul_.Tensor, (value, 2.0))
+        value.meta["val"] = torch.randn(2, 3)
+    norm = graph.call_function(aten.native_layer_norm.default, (value, [3], None, None, 1e-5))
+    norm.meta["val"] = aten.native_layer_norm.default(torch.randn(2, 3), [3], None, None, 1e-5)
+    parts = [graph.call_function(operator.getitem, (norm, i)) for i in (2, 0, 1)]
+    for part in parts:
+        part.meta["val"] = norm.meta["val"][part.args[1]]
+    graph.output((parts[1],))
+    gm = GraphModule(nn.Module(), graph)
+    fused = dovetail.fuse(gm, dovetail.rules.library.ALL)
+    (region,) = dovetail.regions(fused)
+    assert region.kind == "layer_norm"
+    assert region.attrs["out_dtype"] == "promoted"
+    assert [region.nodes[i] for i in (0, 2)] == [norm.name, parts[1].name]
+    x = torch.randn(2, 3)
+    assert torch.equal(fused(x.clone())[0], gm(x.clone())[0])

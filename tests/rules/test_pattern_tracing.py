@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -159,3 +160,27 @@ def test_casts_are_matched_where_they_are_and_only_there(first: torch.dtype, sec
         assert cast_count == [0, 0]
     else:
         assert cast_count == [2, 2]
+
+
+def test_a_pattern_is_traced_however_long_its_first_calls_take() -> None:
+    slow_calls = iter([1.2])
+
+    def late(x, weight, bias):
+        until = time.thread_time() + next(slow_calls, 0.0)
+        while time.thread_time() < until:
+            pass
+        return F.relu(F.linear(x, weight, bias))
+
+    gm = dovetail.capture(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), (torch.ones(2, 4),))
+    assert [r.kind for r in dovetail.regions(dovetail.fuse(gm, rule(kind="late")(late)))] == ["late"]
+
+
+def test_a_pattern_that_runs_on_no_shapes_is_refused_after_a_bounded_search() -> None:
+    def never(a, b, c, d):
+        y = F.scaled_dot_product_attention(a, b, c) + F.layer_norm(d, d.shape[-1:])
+        raise ValueError(f"not {y.shape}")
+
+    start = time.thread_time()
+    with pytest.raises(dovetail.RuleError, match=r"'never'.*within the bound of the search.*examples="):
+        rule(kind="never")(never)
+    assert time.thread_time() - start < 30.0

@@ -340,11 +340,11 @@ def long_graph(layers: int) -> GraphModule:
 
 
 def seconds(gm: GraphModule) -> float:
-    start = time.process_time()
+    start = time.thread_time()
     _, candidates, _ = proposed(repeats(), gm)
     assert {len(c.members) for c in candidates} == {10}
     assert len(candidates) == (len(gm.graph.nodes) - 3) // 10
-    return time.process_time() - start
+    return time.thread_time() - start
 
 
 def test_twenty_thousand_operations_take_no_more_than_their_share() -> None:

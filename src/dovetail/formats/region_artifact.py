@@ -200,6 +200,32 @@ def write_reproducer(region: Region, path: Path, *, seed: int) -> Path:
     return path
 
 
+def body_source(body: GraphModule) -> str:
+    """Return Python source that needs torch alone and defines a module `Body` which computes what a body does.
+
+    Raises RegionError for a body that holds a large constant, or that calls what torch does not have.
+    """
+    script = _Script()
+    classes = "\n".join(script.body(body, "Body")).rstrip()
+    constants = [n for n in body.graph.nodes if n.op == "get_attr"]
+    for node in constants:
+        value = attribute(body, cast("str", node.target))
+        if isinstance(value, torch.Tensor) and not _is_literal(value):
+            raise RegionError(f"its constant '{node.name}' is too large for a script.")
+    if script.notes:
+        raise RegionError(f"it calls an operator of another library ({script.notes[0].split()[-2]}).")
+    used = [line for line in sorted(script.imports) if re.search(rf"\b{line.split()[-1]}\b", classes)]
+    foreign = [
+        line for line in used if not re.match(r"(from|import) (torch|math|operator|_operator)\b", line)
+    ]
+    if foreign:
+        raise RegionError(f"it calls what torch does not have ({foreign[0]}).")
+    names = [name for name in ("device", "inf", "nan") if re.search(rf"\b{name}\b", classes)]
+    imports = ["import torch", *([f"from torch import {', '.join(names)}"] if names else [])]
+    imports += [line for line in used if line != "import torch"]
+    return "\n".join([*imports, "", "", classes, ""])
+
+
 class _Script:
     def __init__(self) -> None:
         self.imports = {"import torch", "from torch import device, inf, nan  # noqa: F401"}
@@ -306,8 +332,12 @@ def _random(value: torch.Tensor) -> str:
     return f"{code}.requires_grad_()" if value.requires_grad and value.is_floating_point() else code
 
 
+def _is_literal(value: torch.Tensor) -> bool:
+    return (nbytes(value) or 0) <= 1024 and not value.is_complex()
+
+
 def _tensor(value: torch.Tensor) -> str:
-    if (nbytes(value) or 0) <= 1024 and not value.is_complex():
+    if _is_literal(value):
         where = "" if value.device.type == "cpu" else f", device={str(value.device)!r}"
         numbers = value.detach().cpu().tolist()
         return f"torch.tensor({numbers!r}, dtype={value.dtype}{where}).reshape({tuple(value.shape)})"

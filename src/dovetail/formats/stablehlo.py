@@ -17,7 +17,13 @@ from torch.utils import _pytree as pytree
 from dovetail.errors import InvalidArgument, SaveError, checked_call
 from dovetail.formats.atomic_write import atomic_replace, resolve_target
 from dovetail.formats.reexport import Reexporter
-from dovetail.formats.stablehlo_ops import StableHloSupport, import_graphs, missing, portable
+from dovetail.formats.stablehlo_ops import (
+    StableHloSupport,
+    import_graphs,
+    missing,
+    nested_operations,
+    portable,
+)
 from dovetail.ir.graph_module import Body, GraphOwner, attribute, only_graph
 from dovetail.lowering.backend_protocol import load_package
 from dovetail.lowering.failures import UnsupportedOp
@@ -159,6 +165,32 @@ def _attribute(ir: Any, value: Any) -> Any:
     return ir.DictAttr.get({k: _attribute(ir, v) for k, v in cast("Mapping[str, Any]", value).items()})
 
 
+def _bytecode(module: Any) -> bytes:
+    """Return a module as portable bytecode, which has no unit attribute: entries that are null are left out."""
+    ir = load_package("torch_mlir.ir")
+    with module.context:
+        for op in nested_operations(module.operation):
+            if op.operation.name == "stablehlo.composite":
+                attrs = op.operation.attributes
+                attrs["composite_attributes"] = _without_null(ir, attrs["composite_attributes"])
+    return portable(module)
+
+
+def _without_null(ir: Any, value: Any) -> Any:
+    if isinstance(value, ir.DictAttr):
+        entries: dict[str, Any] = {named.name: named.attr for named in value}
+        kept = {k: _without_null(ir, v) for k, v in entries.items() if not isinstance(v, ir.UnitAttr)}
+        return ir.DictAttr.get(kept)
+    if isinstance(value, ir.ArrayAttr):
+        items: list[Any] = list(value)
+        if any(isinstance(item, ir.UnitAttr) for item in items):
+            raise SaveError(
+                "an attribute of a region is a list with null in it, which bytecode has no form for."
+            )
+        return ir.ArrayAttr.get([_without_null(ir, item) for item in items])
+    return value
+
+
 MAIN = "main"
 
 
@@ -182,7 +214,7 @@ def to_stablehlo(gm: GraphModule | GraphOwner, *, path: str | Path | None = None
     and as decomposition a private function, one for each distinct body. Weights are arguments of `main`, so that the
     text stays small; arguments and updates carry their names in the attribute `dovetail.name`. What the graph writes it
     returns. Indices out of range are clamped, as StableHLO does. With a path the module is written there as well: as
-    text, or as portable bytecode if the name ends in ".mlirbc". Raises SaveError for an operation that cannot be
+    text, or as portable bytecode if the name ends in ".mlirbc", which lacks attributes that are None. Raises SaveError for an operation that cannot be
     converted.
     """
     gm = only_graph(gm)
@@ -198,7 +230,7 @@ def to_stablehlo(gm: GraphModule | GraphOwner, *, path: str | Path | None = None
     text.updates = tuple(program.updates)
     if path is not None:
         with atomic_replace(resolve_target(path)) as file:
-            file.write_bytes(portable(module) if file.suffix == ".mlirbc" else str(text).encode())
+            file.write_bytes(_bytecode(module) if file.suffix == ".mlirbc" else str(text).encode())
     return text
 
 

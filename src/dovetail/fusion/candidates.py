@@ -7,7 +7,7 @@ divisible candidate that cannot be one region is planned in convex parts.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -53,12 +53,6 @@ def over_limits(context: RuleContext, figures: Figures, draft: RegionDraft) -> s
 
 def too_many(count: int, most: int) -> str:
     return f"it computes {count} operations, and the limit is {most}"
-
-
-def quoted(names: Sequence[str], most: int = 4) -> str:
-    """Return names in quotes, the first few of many."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(f"'{name}'" for name in names[:most]) + more
 
 
 def _originals(context: RuleContext, draft: RegionDraft) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, UnknownNode, did_you_mean
+from dovetail.ir.module_paths import frames_of, matches_path
 from dovetail.ir.nodes import is_projection
 from dovetail.outlining.region import RegionCall, call_of, walk
-from dovetail.rules.by_module import make_frame, matches_path
 
 NodeSelector = Node | str | Callable[[Node], bool]
 _GLOB = frozenset("*?[")
@@ -74,11 +74,9 @@ def resolve_constraints(gm: GraphModule, must: Any, never: Any, kinds: Iterable[
             f"must: a list in the list names operations that belong into one region, and {constraint.text} names no "
             f"operation. Give it by itself."
         )
-    constraints = Constraints(
-        tuple(constraint for group in resolved for constraint in group),
-        tuple(names.find("never", item) for item in excluded),
-        together,
-    )
+    # A list names operations, also where an operation and a kind have one name.
+    must = [c if len(group) == 1 else replace(c, kinds=frozenset()) for group in resolved for c in group]
+    constraints = Constraints(tuple(must), tuple(names.find("never", item) for item in excluded), together)
     _require_agreement(constraints)
     return constraints
 
@@ -205,8 +203,7 @@ class _GraphNames:
 
 def _module_paths(meta: Mapping[str, Any], leaf: str = "") -> list[str]:
     """Return the paths of the modules that an operation came from, and of the one it calls."""
-    stack = cast("Mapping[str, Any]", meta.get("nn_module_stack") or {})
-    paths = [*(make_frame(key, entry).path for key, entry in stack.items()), leaf]
+    paths = [*(frame.path for frame in frames_of(meta)), leaf]
     return [path for path in dict.fromkeys(paths) if path]
 
 
@@ -245,10 +242,15 @@ def is_region_result(node: Node) -> bool:
 
 @dataclass
 class Requirements:
-    """The open requirements of `must` on one graph, each a number, by kind and by position."""
+    """The open requirements of `must` on one graph, each a number, by kind and by position.
+
+    A requirement in `together` is met by a region with an operation of each of its groups of positions, any other one by
+    a single operation.
+    """
 
     kinds: dict[str, int] = field(default_factory=dict[str, int])
     positions: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
+    together: dict[int, list[set[int]]] = field(default_factory=dict[int, list[set[int]]])
 
     def met_by(self, kind: str, members: Collection[int]) -> frozenset[int]:
         """Return the requirements that a region of this kind with these operations meets."""
@@ -262,6 +264,9 @@ class Requirements:
             for i in small:
                 if i in large:
                     met |= self.positions[i]
+        for number in [n for n in met if n in self.together]:
+            if any(group.isdisjoint(members) for group in self.together[number]):
+                met.remove(number)
         return frozenset(met)
 
 
@@ -280,6 +285,18 @@ def open_requirements(constraints: Constraints, nodes: list[Node]) -> Requiremen
                 for i in positions:
                     requirements.positions.setdefault(i, set()).add(number)
             number += 1
+    for constraints_of_one in constraints.together:
+        groups = [
+            {where[name] for name in group if name in where}
+            for constraint in constraints_of_one
+            for group in constraint.groups
+        ]
+        # Operations of one region already are at one position.
+        if len(set().union(*groups)) > 1:
+            requirements.together[number] = groups
+            for i in set().union(*groups):
+                requirements.positions.setdefault(i, set()).add(number)
+        number += 1
     return requirements
 
 

@@ -14,9 +14,10 @@ from torch.fx.node import map_arg
 from dovetail.errors import InvalidArgument, checked_init
 from dovetail.ir.dependencies import Index
 from dovetail.ir.graph_module import attribute
-from dovetail.ir.nodes import is_projection, nbytes, size_hints
+from dovetail.ir.nodes import is_projection, nbytes, size_hint, size_hints
 from dovetail.ir.op_traits import base_name, traits_of
 from dovetail.outlining.escapes import RegionDraft
+from dovetail.rules.op_classes import REDUCTIONS
 
 _NOT_COMPUTED = -1
 
@@ -32,6 +33,22 @@ _CONTRACTIONS = {
     "addbmm": ("batch1",),
 }
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "convolution", "_convolution"})
+_TRANSPOSED_CONVOLUTIONS = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
+_ATTENTIONS = frozenset(
+    {
+        "scaled_dot_product_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_attention_math",
+        "_scaled_dot_product_fused_attention_overrideable",
+    }
+)
+
+# Of their first operand they read as many elements as they return.
+_GATHERS = frozenset(
+    {"embedding", "index_select", "gather", "index", "_unsafe_index", "take", "take_along_dim"}
+)
+
+_RESHAPES = frozenset({"reshape", "reshape_as", "flatten"})
 
 
 class Figures:
@@ -45,6 +62,7 @@ class Figures:
         self._bytes = [_NOT_COMPUTED] * len(index)
         self._free = [_NOT_COMPUTED] * len(index)
         self._unknown: set[int] = set()
+        self._behind: dict[int, int] = {}
 
     def bytes(self, position: int) -> int:
         """Return the bytes of a position's value, of all elements if it is a tuple."""
@@ -91,6 +109,8 @@ class Figures:
 
     def view_of(self, position: int) -> int | None:
         """Return the position whose memory a view aliases, None for an operation that allocates its result."""
+        if _is_view_by_layout(self.index.nodes[position]):
+            return self.index.position[self.index.nodes[position].all_input_nodes[0]]
         effects = self.index.dependencies.effects.get(position)
         if effects is None or not effects.aliases:
             return None
@@ -112,7 +132,7 @@ class Figures:
         return effects is not None and bool(effects.writes or effects.state_written)
 
     def flops(self, position: int) -> int:
-        """Return the flops of an operation; one for each element if no formula is known."""
+        """Return the flops of an operation; if no formula is known, one for each element that it computes or reduces."""
         node = self.index.nodes[position]
         if self.free(position):
             return 0
@@ -120,22 +140,76 @@ class Figures:
         if shape is None:
             return 0
         count = math.prod(shape)
-        name = base_name(node) if node.op != "call_module" else ""
+        name = self._name(node)
         if name in _CONTRACTIONS:
             first = _shape(_argument(node, _CONTRACTIONS[name]))
             return 2 * count * first[-1] if first else count
         if name in _CONVOLUTIONS:
             weight = _shape(_argument(node, ("weight",), 1))
             return 2 * count * math.prod(weight[1:]) if weight else count
-        if name == "scaled_dot_product_attention":
+        if name in _TRANSPOSED_CONVOLUTIONS:
+            operand, weight = _shape(_argument(node, ("input",))), _shape(_argument(node, ("weight",), 1))
+            return 2 * math.prod(operand) * math.prod(weight[1:]) if operand and weight else count
+        if name in _ATTENTIONS:
             query, key = _shape(_argument(node, ("query",))), _shape(_argument(node, ("key",), 1))
             return 2 * math.prod(query) * key[-2] + 2 * count * key[-2] if query and key else count
-        return self._by_formula(node, count)
+        if name == "einsum":
+            return _einsum_flops(node) or count
+        return self._by_formula(node, self._elements(position))
 
     def work(self, position: int) -> int:
         """Return the flops beyond one for each element: those that memory traffic does not hide."""
-        shape = _shape(self.index.nodes[position])
-        return max(0, self.flops(position) - math.prod(shape)) if shape is not None else 0
+        return max(0, self.flops(position) - self._elements(position))
+
+    @staticmethod
+    def _name(node: Node) -> str:
+        return base_name(node) if node.op != "call_module" else ""
+
+    def _elements(self, position: int) -> int:
+        """Return the elements that an operation computes, or reduces if those are more."""
+        node = self.index.nodes[position]
+        shape = _shape(node)
+        count = math.prod(shape) if shape is not None else 0
+        if self._name(node) in REDUCTIONS:
+            operands = (_shape(operand) for operand in node.all_input_nodes[:1])
+            count = max(count, *(math.prod(sizes) for sizes in operands if sizes is not None), 0)
+        return count
+
+    def bytes_written(self, position: int) -> int:
+        """Return the bytes that an operation stores when it runs alone."""
+        return 0 if self.free(position) else self.bytes(position)
+
+    def bytes_read(self, position: int) -> int:
+        """Return the bytes that an operation loads when it runs alone: each value once, of a broadcast what it repeats."""
+        if self.free(position):
+            return 0
+        reads = self.index.data[position]
+        sizes = [self._bytes_behind(j) for j in reads]
+        if sizes and self._name(self.index.nodes[position]) in _GATHERS:
+            sizes[0] = min(sizes[0], self.bytes(position))
+        return sum(sizes)
+
+    def _bytes_behind(self, position: int) -> int:
+        """Return the bytes of a value, or of what it is a view of if those are fewer."""
+        size = self._behind.get(position)
+        if size is None:
+            chain = [position]
+            while (base := self.view_of(chain[-1])) is not None and base not in self._behind:
+                chain.append(base)
+            size = self._behind[base] if base is not None else self._distinct_bytes(chain[-1])
+            for view in reversed(chain):
+                size = self._behind[view] = min(size, self.bytes(view)) if self.known(view) else size
+        return size
+
+    def _distinct_bytes(self, position: int) -> int:
+        """Return the bytes of a value; of one that arrives broadcast, those that are repeated once."""
+        size, value = self.bytes(position), self.index.nodes[position].meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return size
+        for count, stride in zip(size_hints(value) or (), value.stride(), strict=False):
+            if count > 1 and size_hint(stride) == 0:
+                size //= count
+        return size
 
     @staticmethod
     def _by_formula(node: Node, count: int) -> int:
@@ -154,6 +228,37 @@ class Figures:
             return int(formula(*args, **kwargs, out_val=value(node)))
         except Exception:  # a formula that does not support this call
             return count
+
+
+def _einsum_flops(node: Node) -> int:
+    """Return two flops for each combination of indices and each product; 0 if the sizes are not known."""
+    equation = next((arg for arg in node.args if isinstance(arg, str)), None)
+    shapes = [_shape(operand) for operand in node.all_input_nodes]
+    if equation is None or "..." in equation:
+        return 0
+    terms = equation.replace(" ", "").partition("->")[0].split(",")
+    sizes: dict[str, int] = {}
+    for term, shape in zip(terms, shapes, strict=False):
+        if shape is None or len(shape) != len(term):
+            return 0
+        sizes.update(zip(term, shape, strict=True))
+    return 2 * math.prod(sizes.values()) * max(1, len(terms) - 1) if len(terms) == len(shapes) else 0
+
+
+def _is_view_by_layout(node: Node) -> bool:
+    """Whether a reshape returns a view, because its operand is contiguous; symbolic sizes count by their hints."""
+    if node.op != "call_function" or base_name(node) not in _RESHAPES:
+        return False
+    value = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    sizes, strides = size_hints(value), [size_hint(stride) for stride in value.stride()]
+    expected = 1
+    for size, stride in zip(reversed(sizes or ()), reversed(strides), strict=False):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return sizes is not None
 
 
 def _argument(node: Node, names: Sequence[str], place: int = 0) -> Any:

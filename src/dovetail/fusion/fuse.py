@@ -28,7 +28,6 @@ from dovetail.fusion.candidates import (
     Refused,
     RuleFailure,
     collect,
-    quoted,
 )
 from dovetail.fusion.constraints import (
     Constraints,
@@ -40,22 +39,14 @@ from dovetail.fusion.constraints import (
     unmet,
 )
 from dovetail.fusion.cost import CostModel, Traffic
-from dovetail.fusion.ledger import (
-    Declined,
-    LedgerWriter,
-    accepted_entry,
-    declined_entry,
-    explain,
-    folded,
-    ledger_of,
-    near_miss,
-    refusal_text,
-    write_ledger,
-)
+from dovetail.fusion.ledger import explain, ledger_of, write_ledger
+from dovetail.fusion.ledger_entries import Declined, refusal_text
+from dovetail.fusion.ledger_writer import LedgerWriter, accepted_entry, declined_entry, folded, near_miss
 from dovetail.fusion.select import choose
 from dovetail.ir.dependencies import Index
 from dovetail.ir.graph_module import Program, as_program, pause_gc, require_graph
 from dovetail.ir.nodes import is_projection
+from dovetail.ir.text_tables import quoted
 from dovetail.outlining.outline import outline_drafts
 from dovetail.outlining.region import call_of
 from dovetail.rules.rule import UNLIMITED, Limits, Rule, RuleContext, Rules, RuleSet, as_rules
@@ -118,7 +109,7 @@ def require_priorities(priorities: Any, rules: RuleSet) -> Mapping[str, int]:
     by_name = cast("Mapping[Any, Any]", priorities)
     for key, value in by_name.items():
         if key not in known:
-            there = f"There are {', '.join(list(known)[:8])}."
+            there = f"There are {quoted(list(known), 8)}."
             raise InvalidArgument(
                 f"priorities: no rule or kind {key!r}. {did_you_mean(str(key), known, otherwise=there)}"
             )
@@ -293,7 +284,7 @@ class _Fusion:
             writer.fail(failure)
         kinds = {rule.name: rule.kind for rule in self.rules}
         entries = folded(
-            [near_miss(context, refusal) for refusal in proposals.refusals], kinds, writer.accepted
+            [near_miss(context, r, kinds.get(r.rule, "")) for r in proposals.refusals], kinds, writer.accepted
         )
         self.violations.clear()
         for one in refused:
@@ -326,7 +317,8 @@ class _Fusion:
             for entry in [e for kind in constraint.kinds for e in self.violations.get(kind, ())]:
                 problems.append(f"{constraint.text}: {refusal_text(entry)}")
         for text, first, second in separated(self.constraints, list(self.gm.graph.nodes)):
-            why = " ".join(explain(self.gm).why_not(first, second)) or "No rule proposed it."
+            reasons = explain(self.gm).why_not(first, second)
+            why = f"Why: {_first_of(reasons, ' ', 'And')}" if reasons else "No rule proposed it."
             problems.append(f"{text}: '{first}' and '{second}' are in no common region. {why}")
         if problems:
             shown = _first_of(problems, "\n", "... and")

@@ -1,48 +1,337 @@
-"""The ledger as a short table."""
+"""The first page of a ledger: at most 40 lines for any model, so that one look answers what was fused and what was not.
+
+Every section has a bound of its own. Where the page would be longer than 40 lines, tighter ones hold, which add up to 40.
+Blank lines separate the sections where they fit. A section without content has no heading.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import GraphModule
 
 from dovetail import rules
+from dovetail.fusion.coverage import Coverage, Extent, coverage
+from dovetail.fusion.ledger_entries import Accepted, Declined, Lowered, Saved
+from dovetail.fusion.outside import OutsideGroup, outside_operations
+from dovetail.ir.meta_keys import LEDGER
+from dovetail.ir.module_paths import join_path_list, path_of
+from dovetail.ir.text_tables import align, amount, counted, cut, format_seconds, generic, percent, quoted
+from dovetail.outlining.region import call_of, lowering_view, walk
 
 if TYPE_CHECKING:
-    from dovetail.fusion.ledger import Declined, Ledger, Lowered
+    from dovetail.fusion.ledger import Ledger
 
-_MOST_KINDS = 20
-_MOST_REASONS = 15
-_MOST_PLACES = 2
+MOST_LINES = 40
+_FEW_LINES = 12
+GLOSSARY = "docs/glossary.md"
+
+_WIDTH = 140
+_WHERE = 60
 _MOST_UNMATCHED = 8
-_WIDTH = 100
 
 # Outcomes of code that is used nevertheless.
 _STILL_USED = ("untried", "calibration", "settle")
 
 
-_QUOTED = re.compile(r"'[^']*'")
-_CHAIN = re.compile(r"\S+( -> \S+)+")
-_NUMBER = re.compile(r"(?<![\w.])\d[\d.]*(?![\w])")
-_ENUMERATION = re.compile(r"'…'((,| and) ('…'|N more))+")
+@dataclass(frozen=True)
+class _Bounds:
+    """How many rows of each sort are shown."""
+
+    kinds: int = 12
+    nested: int = 4
+    groups: int = 6
+    near: int = 3
+    errors: int = 3
+    backends: int = 3
+    faults: int = 4
+    diagnostics: int = 5
+    times: int = 4
+    near_lines: int = 2
 
 
-def generic(reason: str) -> str:
-    """Return a reason without names and numbers, so that reasons of one sort are equal."""
-    text = _NUMBER.sub("N", _CHAIN.sub("…", _QUOTED.sub("'…'", reason)))
-    return _ENUMERATION.sub("'…'", text)
+_TIGHT = _Bounds(6, 1, 3, 1, 1, 2, 1, 2, 1, 1)
 
 
-def table(ledger: Ledger) -> str:
-    """Return a table of what was accepted by kind, what was declined by rule and reason with places, and what failed."""
-    unmatched = _unmatched(ledger)
-    if not (ledger.saved or ledger.refused or ledger.folded or ledger.errors or ledger.lowered):
-        return "\n".join(["nothing was fused, and nothing was declined", *unmatched, *ledger.diagnostics])
-    lines = _accepted(ledger)
-    lines += _declined(ledger)
-    for failure in ledger.errors:
-        lines.append(f"rule '{failure.rule}' failed in round {failure.round}: {_cut(failure.error, _WIDTH)}")
-    return "\n".join([*lines, *unmatched, *_lowered(ledger), *ledger.diagnostics])
+def first_page(ledger: Ledger) -> str:
+    """Return the page: regions and coverage, what is in none and why, lowering, recompilations, measured times."""
+    parts = [coverage(graph) for graph in ledger.graphs]
+    whole = Coverage.of(parts)
+    is_shown = _has_decisions(ledger) or whole.regions
+    outside = outside_operations(
+        parts if is_shown else (), ledger.declined, ledger.never, is_fused=ledger.was_fused
+    )
+    groups = outside.grouped()
+    sections = _sections(ledger, whole, groups, _Bounds())
+    if sum(map(len, sections)) > MOST_LINES:
+        sections = _sections(ledger, whole, groups, _TIGHT)
+    lines = [line for section in sections for line in section]
+    has_room = _FEW_LINES < len(lines) <= MOST_LINES + 1 - len(sections)
+    return "\n\n".join("\n".join(section) for section in sections) if has_room else "\n".join(lines)
+
+
+def _sections(
+    ledger: Ledger, whole: Coverage, groups: list[OutsideGroup], bounds: _Bounds
+) -> list[list[str]]:
+    sections = [
+        _regions(ledger, whole, bounds),
+        _outside(whole, groups, bounds) if ledger.graphs else _reasons(ledger, bounds),
+        _near_misses(ledger, bounds),
+        _rules(ledger, bounds),
+        _lowering(ledger, bounds),
+        _diagnostics(ledger, bounds),
+        _times(ledger, bounds),
+        _pointer(ledger),
+    ]
+    return [section for section in sections if section]
+
+
+@dataclass(frozen=True)
+class _KindRow:
+    """A row of the table of regions."""
+
+    kind: str
+    regions: int
+    extent: Extent
+    saved: Saved | None
+    where: str = ""
+
+
+def _regions(ledger: Ledger, whole: Coverage, bounds: _Bounds) -> list[str]:
+    """Return what became regions by kind: how many, what share of the graph they are, what they save, and where."""
+    if not ledger.graphs:
+        history = [_KindRow(kind, s.regions, Extent(), s) for kind, s in _by_kind(ledger.saved).items()]
+        return _table(ledger, _ranked(history), [], whole, bounds) if history else _nothing(ledger)
+    where = _modules_by_kind(ledger.graphs)
+    saved, saved_within = _savings(ledger)
+    rows = [
+        _KindRow(k.kind, k.regions, k.extent, saved.get(k.kind), where.get(k.kind, "")) for k in whole.kinds
+    ]
+    nested = [_KindRow(k.kind, k.regions, k.extent, saved_within.get(k.kind)) for k in whole.nested]
+    return _table(ledger, _ranked(rows), _ranked(nested), whole, bounds) if rows else _nothing(ledger)
+
+
+def _by_kind(entries: Iterable[Saved]) -> dict[str, Saved]:
+    sums: dict[str, Saved] = {}
+    for entry in entries:
+        sums[entry.kind] = entry.plus(sums.get(entry.kind))
+    return sums
+
+
+def _savings(ledger: Ledger) -> tuple[dict[str, Saved], dict[str, Saved]]:
+    """Return by kind what regions save: the outermost ones with all inside them, and those inside others alone.
+
+    Only regions that are there count. Where the ledger has not kept the entry of each, the sums over its history are shown,
+    which do not distinguish the two.
+    """
+    outermost: list[Saved] = []
+    within: list[Saved] = []
+    for graph in ledger.graphs:
+        history: Any = graph.meta.get(LEDGER)
+        entries: dict[str, Accepted] = {a.region: a for a in history.accepted} if history is not None else {}
+        for node in graph.graph.nodes:
+            call = call_of(node.meta)
+            if call is None:
+                continue
+            inner = [(m.name, c) for m in walk(call) if (c := call_of(m.meta)) is not None]
+            for name, own in ((node.name, call), *inner):
+                entry = entries.get(name)
+                if entry is None:
+                    if own.rule is not None:
+                        return _by_kind(ledger.saved), {}
+                    continue
+                part = Saved(
+                    "", own.identity.kind, 1, entry.bytes_saved, entry.launches_saved, entry.bytes_recomputed
+                )
+                outermost.append(replace(part, kind=call.identity.kind))
+                if own is not call:
+                    within.append(part)
+    return _by_kind(outermost), _by_kind(within)
+
+
+def _nothing(ledger: Ledger) -> list[str]:
+    graphs = f"{counted(len(ledger.graphs), 'graph')}: " if len(ledger.graphs) > 1 else ""
+    once = sum(s.regions for s in ledger.saved)
+    if once:
+        return [
+            f"{graphs}no regions: {counted(once, 'region')} of before {'is' if once == 1 else 'are'} inlined"
+        ]
+    if not (
+        ledger.rounds
+        or ledger.refused
+        or ledger.folded
+        or ledger.errors
+        or ledger.lowered
+        or ledger.unmatched
+    ):
+        return [f"{graphs}nothing was fused, and nothing was declined"]
+    return [f"{graphs}no regions were made"]
+
+
+def _ranked(rows: list[_KindRow]) -> list[_KindRow]:
+    def weight(row: _KindRow) -> tuple[int, int, int, int, str]:
+        launches, moved = (row.saved.launches_saved, row.saved.bytes_saved) if row.saved else (0, 0)
+        return -launches, -moved, -row.extent.flops, -row.regions, row.kind
+
+    return sorted(rows, key=weight)
+
+
+def _table(
+    ledger: Ledger, rows: list[_KindRow], nested: list[_KindRow], whole: Coverage, bounds: _Bounds
+) -> list[str]:
+    total = whole.total
+    regions = sum(row.regions for row in rows)
+    rounds = f" in {counted(ledger.rounds, 'round')}" if ledger.rounds else ""
+    graphs = f" of {counted(len(ledger.graphs), 'graph')}" if len(ledger.graphs) > 1 else ""
+    head = f"{counted(regions, 'region')}{graphs}{rounds}"
+    if nested:
+        head += f", with {counted(sum(row.regions for row in nested), 'region')} inside them"
+    if total.operations:
+        shares = [f"{whole.inside.operations:,} of {counted(total.operations, 'operation')}"]
+        shares += [f"{percent(whole.inside.bytes, total.bytes)} of bytes"] if total.bytes else []
+        shares += [f"{percent(whole.inside.flops, total.flops)} of flops"] if total.flops else []
+        head += f": {', '.join(shares)}"
+
+    def cells(row: _KindRow, indent: str = "") -> tuple[str, ...]:
+        s, extent = row.saved, row.extent
+        return (
+            f"{indent}{row.kind}",
+            str(row.regions),
+            percent(extent.operations, total.operations) if total.operations else "",
+            percent(extent.bytes, total.bytes) if total.bytes else "",
+            percent(extent.flops, total.flops) if total.flops else "",
+            str(s.launches_saved) if s else "",
+            amount(s.bytes_saved) if s else "",
+            amount(s.bytes_recomputed) if s and s.bytes_recomputed else "",
+            row.where,
+        )
+
+    titles = (
+        "kind",
+        "regions",
+        "operations",
+        "bytes",
+        "flops",
+        "launches saved",
+        "bytes saved",
+        "recomputed",
+    )
+    lines = [cells(row) for row in rows[: bounds.kinds]]
+    rest = rows[bounds.kinds :]
+    if rest:
+        other = _KindRow(f"({counted(len(rest), 'other kind')})", *_sum(rest))
+        lines.append(cells(other))
+    if len(rows) > 1:
+        lines.append(cells(_KindRow("all", *_sum(rows))))
+    for row in nested[: bounds.nested]:
+        lines.append(cells(row, "within: "))
+    left = nested[bounds.nested :]
+    if left:
+        lines.append(cells(_KindRow(f"within: ({counted(len(left), 'other kind')})", *_sum(left))))
+    columns = [k for k in range(9) if k < 2 or any(line[k] for line in lines)]
+    header = (*titles, "where")
+    table = [[line[k] for k in columns] for line in (header, *lines)]
+    is_left = {columns.index(k) for k in (0, 8) if k in columns}
+    right = [k for k in range(len(columns)) if k not in is_left]
+    return [head, *(cut(line, _WIDTH) for line in align(table, right=right))]
+
+
+def _sum(rows: Sequence[_KindRow]) -> tuple[int, Extent, Saved | None]:
+    saved: Saved | None = None
+    extent = Extent()
+    for row in rows:
+        extent += row.extent
+        saved = row.saved.plus(saved) if row.saved else saved
+    return sum(row.regions for row in rows), extent, saved
+
+
+def _modules_by_kind(graphs: Sequence[GraphModule]) -> dict[str, str]:
+    """Return in which modules the regions of each kind are; "" where all are at the top level."""
+    paths: dict[str, dict[str, None]] = {}
+    for graph in graphs:
+        for node in graph.graph.nodes:
+            call = call_of(node.meta)
+            if call is not None:
+                paths.setdefault(call.identity.kind, {})[path_of(node.meta)] = None
+    return {
+        kind: join_path_list(own, most=2, width=_WHERE) if set(own) != {""} else ""
+        for kind, own in paths.items()
+    }
+
+
+def _outside(whole: Coverage, groups: list[OutsideGroup], bounds: _Bounds) -> list[str]:
+    """Return what is in no region, by reason, with one example of each."""
+    if not groups:
+        return []
+    total, inside = whole.total, whole.inside
+    shares = [counted(total.operations - inside.operations, "operation")]
+    shares += [f"{percent(total.bytes - inside.bytes, total.bytes)} of bytes"] if total.bytes else []
+    shares += [f"{percent(total.flops - inside.flops, total.flops)} of flops"] if total.flops else []
+    lines = [f"in no region: {', '.join(shares)}"]
+    views = [group for group in groups if group.is_free]
+    shown = [group for group in groups if not group.is_free]
+    for group in (*shown[: bounds.groups], *views):
+        lines += group.lines(whole)
+    others = shown[bounds.groups :]
+    if others:
+        count = sum(len(group.operations) for group in others)
+        lines.append(f"  {count:>5}  for {counted(len(others), 'other reason')}: see `.outside()`")
+    return lines
+
+
+def _has_decisions(ledger: Ledger) -> bool:
+    return bool(ledger.refused or ledger.folded or ledger.never or ledger.errors or ledger.unmatched)
+
+
+def _reasons(ledger: Ledger, bounds: _Bounds) -> list[str]:
+    """Return why candidates were declined, for a ledger without a graph."""
+    ranked = sorted(ledger.refused, key=lambda r: (-r.count, r.rule, r.reason))
+    lines = [f"  {row.count:>5}  {row.rule}: {cut(row.reason, _WIDTH)}" for row in ranked[: bounds.groups]]
+    if len(ranked) > bounds.groups:
+        rest = sum(r.count for r in ranked[bounds.groups :])
+        lines.append(f"  {rest:>5}  for {counted(len(ranked) - bounds.groups, 'other reason')}")
+    return ["declined:", *lines] if lines else []
+
+
+def _near_misses(ledger: Ledger, bounds: _Bounds) -> list[str]:
+    """Return the patterns that almost matched where nothing of their kind is now: those to act on."""
+    nearest: dict[tuple[str, str], Declined] = {}
+    alike: dict[tuple[str, str], int] = {}
+    for entry in ledger.declined:
+        if entry.folded or not entry.wanted or 2 * entry.matched < entry.wanted:
+            continue
+        key = (entry.rule, generic(entry.reason))
+        alike[key] = alike.get(key, 0) + 1
+        if key not in nearest or entry.matched > nearest[key].matched:
+            nearest[key] = entry
+    ranked = sorted(nearest.items(), key=lambda item: (-item[1].matched / item[1].wanted, -item[1].matched))
+    lines: list[str] = []
+    for key, entry in ranked[: bounds.near]:
+        more = f", and {counted(alike[key] - 1, 'time')} more" if alike[key] > 1 else ""
+        near = f"{entry.matched} of {entry.wanted} operations matched at {quoted(entry.nodes, 2)}{more}"
+        if bounds.near_lines == 1:
+            lines.append(cut(f"  {entry.rule}: {near}: {entry.reason}", _WIDTH))
+        else:
+            lines += [cut(f"  {entry.rule}: {near}", _WIDTH), cut(f"    {entry.reason}", _WIDTH)]
+    if not lines:
+        return []
+    more = f" (the nearest {bounds.near} of {len(ranked)})" if len(ranked) > bounds.near else ""
+    return [f"near misses{more}:", *lines]
+
+
+def _rules(ledger: Ledger, bounds: _Bounds) -> list[str]:
+    """Return the rules that failed and those that matched nothing."""
+    lines = [
+        cut(f"rule '{failure.rule}' failed in round {failure.round}: {failure.error}", _WIDTH)
+        for failure in ledger.errors[: bounds.errors]
+    ]
+    if len(ledger.errors) > bounds.errors:
+        lines.append(
+            f"and {counted(len(ledger.errors) - bounds.errors, 'other failure')} of rules: see `.errors`"
+        )
+    return lines + _unmatched(ledger)
 
 
 def _unmatched(ledger: Ledger) -> list[str]:
@@ -54,127 +343,102 @@ def _unmatched(ledger: Ledger) -> list[str]:
     if not names:
         return []
     more = f" and {len(names) - _MOST_UNMATCHED} more" if len(names) > _MOST_UNMATCHED else ""
-    return [f"matched nothing: {', '.join(names[:_MOST_UNMATCHED])}{more}"]
+    return [cut(f"matched nothing: {', '.join(names[:_MOST_UNMATCHED])}{more}", _WIDTH)]
 
 
-def _lowered(ledger: Ledger) -> list[str]:
-    """Return a line for each backend with the bodies it compiled and their calls, then what could not be used."""
+def _lowering(ledger: Ledger, bounds: _Bounds) -> list[str]:
+    """Return what backends compiled, what runs as it is, and what could not be used."""
     compiled: dict[str, list[Lowered]] = {}
-    failed: dict[tuple[str, str, str], list[Lowered]] = {}
+    faults: dict[tuple[str, str, str], list[Lowered]] = {}
     for entry in ledger.lowered:
         if entry.outcome in ("compiled", "disk"):
             compiled.setdefault(entry.backend, []).append(entry)
         else:
-            failed.setdefault((entry.backend, entry.outcome, generic(entry.reason)), []).append(entry)
+            faults.setdefault((entry.backend, entry.outcome, generic(entry.reason)), []).append(entry)
     lines: list[str] = []
-    for backend, entries in compiled.items():
+    for backend, entries in list(compiled.items())[: bounds.backends]:
         calls = sum({e.region: e.calls for e in entries}.values())
         read = sum(e.outcome == "disk" for e in entries)
         from_disk = f", {read} from disk" if read else ""
         seconds = sum(e.seconds for e in entries)
-        bodies = _counted(len(entries), "piece")
+        pieces = counted(len(entries), "piece")
         lines.append(
-            f"{backend}: {bodies} of code for {_counted(calls, 'region')} in {seconds:.1f} s{from_disk}"
+            f"{backend}: {pieces} of code for {counted(calls, 'region')} in {seconds:.1f} s{from_disk}"
         )
-    for (backend, outcome, _), alike in list(failed.items())[:_MOST_REASONS]:
+    if len(compiled) > bounds.backends:
+        others = ", ".join(list(compiled)[bounds.backends :])
+        lines.append(cut(f"and code by {others}: see `.lowered`", _WIDTH))
+    left = _run_as_they_are(ledger.graphs)
+    if left:
+        lines.append(left)
+    for (backend, outcome, _), alike in list(faults.items())[: bounds.faults]:
         first = alike[0]
-        more = f" and {_counted(len(alike) - 1, 'other')}" if len(alike) > 1 else ""
+        regions = sum({e.region: e.calls for e in alike}.values())
+        more = f" and {counted(regions - 1, 'other')}" if regions > 1 else ""
         where = f"'{first.region}'{more}, " if first.region else ""
         used = "" if outcome in _STILL_USED else "not "
-        lines.append(f"  {used}{backend}: {where}{outcome}: {_cut(first.reason, _WIDTH)}")
+        lines.append(cut(f"  {used}{backend}: {where}{outcome}: {first.reason}", _WIDTH))
+    if len(faults) > bounds.faults:
+        lines.append(f"  and {counted(len(faults) - bounds.faults, 'other reason')}: see `.lowered`")
     return lines
 
 
-def _accepted(ledger: Ledger) -> list[str]:
-    regions = sum(s.regions for s in ledger.saved)
-    if not regions:
-        return ["no regions were made"]
-    head = f"{_counted(regions, 'region')} in {_counted(ledger.rounds, 'round')}"
-    rows = [("kind", "rule", "regions", "launches saved", "bytes saved", "recomputed")]
-    ranked = sorted(ledger.saved, key=lambda s: (-s.launches_saved, -s.bytes_saved, s.kind, s.rule))
-    for s in ranked[:_MOST_KINDS]:
-        again = amount(s.bytes_recomputed) if s.bytes_recomputed else ""
-        rows.append((s.kind, s.rule, str(s.regions), str(s.launches_saved), amount(s.bytes_saved), again))
-    if len(ranked) > 1:
-        rest = ranked[_MOST_KINDS:]
-        if rest:
-            count = str(sum(s.regions for s in rest))
-            rows.append((f"({_counted(len(rest), 'other kind')})", "", count, "", "", ""))
-        launches = str(sum(s.launches_saved for s in ledger.saved))
-        again = sum(s.bytes_recomputed for s in ledger.saved)
-        total = amount(sum(s.bytes_saved for s in ledger.saved))
-        rows.append(("all", "", str(regions), launches, total, amount(again) if again else ""))
-    if not any(row[5] for row in rows[1:]):
-        rows = [row[:5] for row in rows]
-    return [head, *_aligned(rows)]
+def _run_as_they_are(graphs: Sequence[GraphModule]) -> str:
+    """Return which regions of lowered graphs no backend runs; "" if there are none or nothing was lowered."""
+    kinds: dict[str, int] = {}
+    for graph in graphs:
+        lowering = lowering_view(graph)
+        for node in graph.graph.nodes if lowering is not None else ():
+            call = call_of(node.meta)
+            if call is None or lowering is None or node.name in lowering.assigned:
+                continue
+            if not any(member.name in lowering.assigned for member in walk(call)):
+                kinds[call.identity.kind] = kinds.get(call.identity.kind, 0) + 1
+    if not kinds:
+        return ""
+    shown = ", ".join(f"{kind} ({count})" for kind, count in list(kinds.items())[:4])
+    more = f" and {len(kinds) - 4} more kinds" if len(kinds) > 4 else ""
+    return f"by no backend: {counted(sum(kinds.values()), 'region')}, which run as they are: {shown}{more}"
 
 
-def _declined(ledger: Ledger) -> list[str]:
+def _diagnostics(ledger: Ledger, bounds: _Bounds) -> list[str]:
+    """Return recompilations, fallbacks and limits with their causes, equal causes once."""
+    alike: dict[str, list[str]] = {}
+    for text in ledger.diagnostics:
+        alike.setdefault(generic(text), []).append(text)
+    lines: list[str] = []
+    for texts in list(alike.values())[: bounds.diagnostics]:
+        times = f" ({len(texts)} times alike)" if len(texts) > 1 else ""
+        lines.append(cut(f"  {texts[0]}", 2 * _WIDTH - len(times)) + times)
+    if len(alike) > bounds.diagnostics:
+        lines.append(f"  and {counted(len(alike) - bounds.diagnostics, 'other event')}: see `.diagnostics`")
+    return ["since it was compiled:", *lines] if lines else []
+
+
+def _times(ledger: Ledger, bounds: _Bounds) -> list[str]:
+    """Return the times that an applied plan has measured, the longest first."""
+    timed = sorted((m for m in ledger.measured if m.seconds is not None), key=lambda m: -(m.seconds or 0))
+    lines: list[str] = []
+    for m in timed[: bounds.times]:
+        second = f"; next best {m.runner_up}" if m.runner_up else ""
+        if m.runner_up and m.runner_up_seconds is not None:
+            second += f" {format_seconds(m.runner_up_seconds)}"
+        chosen = f"{m.choice} {format_seconds(m.seconds or 0)}"
+        lines.append(cut(f"  {m.scope} {m.label}: {chosen}{second}", _WIDTH))
+    if len(timed) > bounds.times:
+        lines.append(f"  and {counted(len(timed) - bounds.times, 'other decision')}: see `.measured`")
+    return ["measured by the plan:", *lines] if lines else []
+
+
+def _pointer(ledger: Ledger) -> list[str]:
+    """Return where to read on, if anything was declined."""
     total = sum(r.count for r in ledger.refused) + ledger.folded
     if not total:
         return []
-    places = _places(ledger.declined)
-    lines = [f"{_counted(total, 'time')} declined"]
-    # Near-misses of patterns come first: they are the ones to act on.
-    near = {key: max(d.matched for d in alike) for key, alike in places.items()}
-    ranked = sorted(
-        ledger.refused, key=lambda r: (-near.get((r.rule, r.reason), 0), -r.count, r.rule, r.reason)
+    # Without a graph there is nothing to look up.
+    ask = (
+        "`.declined(rule=, module=, kind=)`, `.outside()`, `.why_not(...)`"
+        if ledger.graphs
+        else "`.declined(rule=, kind=)`"
     )
-    for row in ranked[:_MOST_REASONS]:
-        lines.append(f"  {row.count:>5}  {row.rule}: {_cut(row.reason, _WIDTH)}")
-        alike = places.get((row.rule, row.reason), [])
-        lines += [f"         {_place(entry, row.reason)}" for entry in alike[:_MOST_PLACES]]
-    if len(ranked) > _MOST_REASONS:
-        rest = sum(r.count for r in ranked[_MOST_REASONS:])
-        lines.append(f"  {rest:>5}  for {_counted(len(ranked) - _MOST_REASONS, 'other reason')}")
-    if ledger.folded:
-        what = "part of regions that were made, or less near than another near-miss at the same place"
-        lines.append(f"  {ledger.folded:>5}  {what}")
-    return lines
-
-
-def _places(declined: Sequence[Declined]) -> dict[tuple[str, str], list[Declined]]:
-    """Return the entries by rule and reason, the nearest misses first."""
-    places: dict[tuple[str, str], list[Declined]] = {}
-    for entry in sorted(declined, key=lambda d: (-d.matched, d.round)):
-        if not entry.folded:
-            places.setdefault((entry.rule, generic(entry.reason)), []).append(entry)
-    return places
-
-
-def _place(entry: Declined, reason: str) -> str:
-    nodes = ", ".join(entry.nodes[:4]) + (", ..." if entry.size > 4 else "")
-    near = f" ({entry.matched} of {entry.wanted} matched)" if entry.wanted else ""
-    words = f": {_cut(entry.reason, _WIDTH)}" if entry.reason != reason else ""
-    at = f" at {entry.place}" if entry.place and entry.place not in entry.nodes[:1] else ""
-    return f"{nodes or '-'}{at}{near}{words}"
-
-
-def amount(count: int) -> str:
-    """Return a number of bytes in a readable unit."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    lines: list[str] = []
-    for row in rows:
-        cells = [
-            c.ljust(w) if k < 2 else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  " + "  ".join(cells).rstrip())
-    return lines
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
-def _cut(text: str, width: int) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= width else f"{line[: width - 3]}..."
+    return [f"{counted(total, 'time')} declined; ask {ask}; terms: {GLOSSARY}"]

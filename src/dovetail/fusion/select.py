@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.fusion.acyclicity import Loop, RegionContraction, cyclic_core, describe_loop, find_cycle
-from dovetail.fusion.candidates import PlannedRegion, Planner, Proposed, Refused, quoted, split_at, stages
+from dovetail.fusion.candidates import PlannedRegion, Planner, Proposed, Refused, split_at, stages
 from dovetail.fusion.cost import NOTHING, CostModel, Figures, Gain
 from dovetail.ir.quotient_graph import UnionFind
+from dovetail.ir.text_tables import quoted
 from dovetail.outlining.escapes import dead_originals, readers_among
 
 Weight = tuple[int, ...]

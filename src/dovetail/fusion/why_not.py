@@ -1,87 +1,49 @@
-"""`why_not`: every reason why two operations are not in one region."""
+"""Every reason why two operations are not in one region."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
-from torch.fx import GraphModule, Node
 
-from dovetail.errors import InvalidArgument, UnknownNode, did_you_mean
 from dovetail.fusion.acyclicity import path_text
 from dovetail.fusion.candidates import Planner, Proposed, Refused
-from dovetail.fusion.constraints import is_region_result, locate
 from dovetail.fusion.cost import Traffic
+from dovetail.fusion.operation_locations import (
+    FusionRecord,
+    NodeLocation,
+    Reasons,
+    make_context,
+    region_text,
+    regions_around,
+)
 from dovetail.ir.dependencies import shortest_path
 from dovetail.ir.nodes import is_projection
 from dovetail.outlining.inline import inline
-from dovetail.outlining.region import RegionCall, call_of
-from dovetail.rules.rule import Candidate, Limits, Proposal, Rule, RuleContext, RuleSet
+from dovetail.rules.rule import Candidate, Proposal, Rule, RuleContext
 
 _MOST_RECORDED = 10
 _MOST_EFFECTS = 3
 
-
-class Reasons(tuple[str, ...]):
-    """Reasons in words, the most important first; printed one per line."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        return "\n".join(f"- {reason}" for reason in self)
+# The graph of a context with all its regions inlined: the same for every pair.
+_OPENED: WeakKeyDictionary[RuleContext, RuleContext] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class FusionRecord:
-    """What a ledger recorded: the refusals, what the user excluded, the limits, the rules and their errors."""
-
-    declined: Sequence[Any]
-    never: Mapping[str, str]
-    limits: Limits
-    rules: RuleSet
-    errors: Sequence[Any] = ()
-
-
-@dataclass(frozen=True)
-class _NodeLocation:
-    """The position of an operation's own node or of its outermost region, and the regions around it.
-
-    A region is an operation too; `call` is its record then.
-    """
-
-    name: str
-    position: int
-    meta: Mapping[str, Any]
-    regions: tuple[tuple[str, RegionCall], ...] = ()
-
-    @property
-    def call(self) -> RegionCall | None:
-        return call_of(self.meta)
-
-    def region(self) -> str:
-        return _region(*self.regions[-1])
-
-
-def _region(name: str, call: RegionCall) -> str:
-    by = f", made by rule '{call.rule}' in round {call.round}" if call.rule else ""
-    return f"region '{name}' (kind '{call.identity.kind}'{by})"
-
-
-def why_not(gm: GraphModule, first: str | Node, second: str | Node, record: FusionRecord) -> Reasons:
+def why_not_together(
+    context: RuleContext, first: NodeLocation, second: NodeLocation, record: FusionRecord
+) -> Reasons:
     """Return all reasons that are known."""
-    context = _context(gm, record)
-    places = _places(context)
-    a, b = (_locate(context, places, item) for item in (first, second))
+    a, b = first, second
     if a == b:
         return Reasons([f"'{a.name}' is one operation."])
     # The regions that contain both; a region contains itself.
-    shared = [x for x, y in zip(_around(a), _around(b), strict=False) if x == y]
+    shared = [x for x, y in zip(regions_around(a), regions_around(b), strict=False) if x == y]
     if shared:
         deeper = [p for p in (a, b) if len(p.regions) > len(shared)]
         inner = [f"within it, '{p.name}' is in {p.region()}." for p in deeper]
-        return Reasons([f"they are together already, in {_region(*shared[-1])}.", *inner])
+        return Reasons([f"they are together already, in {region_text(*shared[-1])}.", *inner])
     never = record.never
     reasons = [*_homes(a, b)]
     reasons += [f"'{p.name}' may not be taken: {never[p.name]}." for p in (a, b) if p.name in never]
@@ -91,7 +53,7 @@ def why_not(gm: GraphModule, first: str | Node, second: str | Node, record: Fusi
     reasons += _recorded(record.declined, a, b)
     # A rule may repeat a reason that is there already.
     by_rules = _by_rules(context, record, a, b)
-    reasons += [reason for reason in by_rules if reason.partition(": ")[2] not in reasons]
+    reasons += [reason for reason in by_rules if not is_given(reason, reasons)]
     if not reasons:
         reasons = [f"rule '{e.rule}' failed and was left out: {e.error}" for e in record.errors]
     if not reasons:
@@ -99,62 +61,13 @@ def why_not(gm: GraphModule, first: str | Node, second: str | Node, record: Fusi
     return Reasons(dict.fromkeys(reasons))
 
 
-def _context(gm: GraphModule, record: FusionRecord) -> RuleContext:
-    excluded = locate(list(gm.graph.nodes), record.never)
-    return RuleContext(
-        gm, limits=record.limits, barred={i: record.never[name] for name, i in excluded.items()}
-    )
+def is_given(reason: str, reasons: Iterable[str]) -> bool:
+    """Whether what a rule answers, after its name, is what one of the reasons ends with."""
+    answer = reason.partition("rule '")[2].partition(": ")[2] or reason
+    return any(known.endswith(answer) for known in reasons)
 
 
-def _places(context: RuleContext) -> dict[str, _NodeLocation]:
-    """Return every operation by name. The name of a region's result denotes the operation inside that computes it."""
-    places: dict[str, _NodeLocation] = {}
-    for i, node in enumerate(context.nodes):
-        if not is_region_result(node):
-            places[node.name] = _NodeLocation(node.name, i, node.meta)
-    for i, call in context.calls.items():
-        stack: list[tuple[tuple[tuple[str, RegionCall], ...], RegionCall]] = [
-            (((context.nodes[i].name, call),), call)
-        ]
-        while stack:
-            around, at = stack.pop()
-            for member in at.members:
-                place = _NodeLocation(member.name, i, member.meta, around)
-                inner = call_of(member.meta)
-                if inner is not None:
-                    name = f"{around[-1][0]}/{member.name}"
-                    places[name] = place
-                    stack.append(((*around, (name, inner)), inner))
-                known = places.get(member.name)
-                # An original outside takes precedence over its clones, a deeper member over results.
-                if known is None or len(known.regions) in range(1, len(around)):
-                    places[member.name] = place
-    return places
-
-
-def _locate(context: RuleContext, places: Mapping[str, _NodeLocation], item: str | Node) -> _NodeLocation:
-    name = item.name if isinstance(item, Node) else item
-    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidArgument(f"why_not takes nodes or names, not {type(name).__name__}.")
-    place = places.get(name)
-    if place is None:
-        advice = did_you_mean(name, places, otherwise="`dovetail.text` lists the names.")
-        raise UnknownNode("why_not: no such operation", [name], advice)
-    op = context.nodes[place.position].op
-    if not place.regions and op in ("placeholder", "output", "get_attr"):
-        raise UnknownNode(f"why_not: a graph's {op} is not an operation", [name])
-    return place
-
-
-def _around(place: _NodeLocation) -> list[tuple[str, RegionCall]]:
-    """Return the regions around an operation, and itself if it is one."""
-    around = list(place.regions)
-    if place.call is not None:
-        around.append((f"{around[-1][0]}/{place.name}" if around else place.name, place.call))
-    return around
-
-
-def _homes(a: _NodeLocation, b: _NodeLocation) -> Iterator[str]:
+def _homes(a: NodeLocation, b: NodeLocation) -> Iterator[str]:
     if a.regions and b.regions:
         yield f"they are in two regions: '{a.name}' in {a.region()}, '{b.name}' in {b.region()}."
         return
@@ -164,7 +77,7 @@ def _homes(a: _NodeLocation, b: _NodeLocation) -> Iterator[str]:
             yield f"'{place.name}' is in {place.region()}, and '{other.name}' {where}."
 
 
-def _devices(a: _NodeLocation, b: _NodeLocation) -> list[str]:
+def _devices(a: NodeLocation, b: NodeLocation) -> list[str]:
     known = [_devices_of(p.meta.get("val")) for p in (a, b)]
     if not all(known) or not known[0].isdisjoint(known[1]):
         return []
@@ -177,7 +90,7 @@ def _devices_of(value: Any) -> set[str]:
     return {str(part.device) for part in parts if isinstance(part, torch.Tensor)}
 
 
-def _dependence(context: RuleContext, a: _NodeLocation, b: _NodeLocation) -> list[str]:
+def _dependence(context: RuleContext, a: NodeLocation, b: NodeLocation) -> list[str]:
     index = context.index
     early, late = sorted((a.position, b.position))
     ends = [_with_parts(context, i) for i in (early, late)]
@@ -207,7 +120,7 @@ def _held_apart(context: RuleContext, positions: set[int]) -> list[tuple[int, in
     return [(x, y) for x, y in pairs if x not in data[y]][:_MOST_EFFECTS]
 
 
-def _as_one(context: RuleContext, a: _NodeLocation, b: _NodeLocation) -> list[str]:
+def _as_one(context: RuleContext, a: NodeLocation, b: NodeLocation) -> list[str]:
     """Return the reasons against one region of the two and of what is between them."""
     members = _with_parts(context, a.position) | _with_parts(context, b.position)
     between = context.index.between(members)
@@ -218,13 +131,21 @@ def _as_one(context: RuleContext, a: _NodeLocation, b: _NodeLocation) -> list[st
         return [f"'{context.nodes[at].name}' between them may not be taken: {context.barred[at]}."]
     if members & context.barred.keys():
         return []
-    rule = _Together()
-    plan = Planner(context, Traffic()).plan(
-        Proposed(Candidate(rule.name, rule.kind, tuple(members)), rule, 0), members
+    reason = obstacle(context, members)
+    return (
+        [f"they cannot be one region{' with what lies between' if between else ''}: {reason}."]
+        if reason
+        else []
     )
-    if not isinstance(plan, Refused):
-        return []
-    return [f"they cannot be one region{' with what lies between' if between else ''}: {plan.reason}."]
+
+
+def obstacle(context: RuleContext, members: Iterable[int]) -> str:
+    """Return why a set of operations cannot be one region, "" if it can."""
+    rule, positions = _Together(), tuple(members)
+    plan = Planner(context, Traffic()).plan(
+        Proposed(Candidate(rule.name, rule.kind, positions), rule, 0), positions
+    )
+    return plan.reason.rstrip(".") if isinstance(plan, Refused) else ""
 
 
 class _Together(Rule):
@@ -264,7 +185,7 @@ def _unconnected(context: RuleContext, early: set[int], late: set[int]) -> list[
     return ["neither depends on the other, and they read nothing in common."]
 
 
-def _recorded(declined: Sequence[Any], a: _NodeLocation, b: _NodeLocation) -> list[str]:
+def _recorded(declined: Sequence[Any], a: NodeLocation, b: NodeLocation) -> list[str]:
     names = [{p.name, *(name for name, _ in p.regions)} for p in (a, b)]
     both: list[str] = []
     one: list[str] = []
@@ -283,18 +204,25 @@ def _recorded(declined: Sequence[Any], a: _NodeLocation, b: _NodeLocation) -> li
     return [*refusals[:_MOST_RECORDED], *([f"... and {left} more refusals."] if left > 0 else [])]
 
 
-def _by_rules(context: RuleContext, record: FusionRecord, a: _NodeLocation, b: _NodeLocation) -> list[str]:
+def _by_rules(context: RuleContext, record: FusionRecord, a: NodeLocation, b: NodeLocation) -> list[str]:
     """Return the reasons of the rules; for operations inside regions, on the graph with all regions inlined."""
     at = (a.position, b.position)
     if record.rules and (a.regions or b.regions) and a.call is None and b.call is None:
-        opened = _context(inline(context.gm), record)
+        opened = _OPENED.get(context)
+        if opened is None:
+            opened = _OPENED[context] = make_context(inline(context.gm), record)
         names = opened.index.names
         if a.name in names and b.name in names:
             context, at = opened, (names[a.name], names[b.name])
+    return rule_reasons(context, record, *at)
+
+
+def rule_reasons(context: RuleContext, record: FusionRecord, first: int, second: int) -> list[str]:
+    """Return what each rule answers to why two positions are not in one region of its own."""
     reasons: list[str] = []
     for rule in record.rules:
         try:
-            answers = list(rule.why_not(context, *at))
+            answers = list(rule.why_not(context, first, second))
         except Exception as error:
             answers = [f"why_not raised {type(error).__name__}: {error}"]
         reasons += [f"rule '{rule.name}': {reason.rstrip('.')}." for reason in answers]

@@ -17,13 +17,29 @@ from torch.fx.node import map_arg
 
 from dovetail.errors import InvalidArgument
 from dovetail.ir import pickling
-from dovetail.ir.meta_keys import DERIVED, LOWERING
+from dovetail.ir.html_repr import HtmlGraph
+from dovetail.ir.meta_keys import DERIVED, LOWERING, REGION
 from dovetail.ir.process_state import reset_at_fork
+from dovetail.ir.profiler_ranges import (
+    CodeRange,
+    enter_range,
+    exit_range,
+    install_ranges,
+    is_profiled,
+    range_label,
+)
 from dovetail.ir.weight_fetch import TensorGuard, WeightFetch, merge_weight_fetches
 from dovetail.ir.weight_guard import ContentGuard, RuntimeWeights
 
 HOOK_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The attributes of a module that hold the hooks of its calls."""
+HOOK_TABLES = (
+    *HOOK_KINDS,
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+"""All attributes of a module that describe its hooks."""
 
 # Attributes that follow from the graph of a GraphModule, or must not be shared between two.
 _WEIGHT_FETCH = "_weight_fetch"
@@ -56,7 +72,7 @@ class CodeProvider(Protocol):
         ...
 
 
-class Program(GraphModule):
+class Program(HtmlGraph, GraphModule):
     """A GraphModule that generates its Python code on first use and is copied and pickled as a whole.
 
     `copy.deepcopy` and `pickle` preserve node names, `meta`, hooks, buffer persistence and shared bodies; an ordinary
@@ -95,7 +111,13 @@ class Program(GraphModule):
         provider: CodeProvider | None = meta.get(LOWERING)
         derivations = meta.get(DERIVED, ())
         if provider is None and not derivations:
-            super().recompile()
+            remove_ranges = install_ranges(
+                self.graph, () if isinstance(self, Body) else _region_ranges(self.graph)
+            )
+            try:
+                super().recompile()
+            finally:
+                remove_ranges()
             return
         # The graph that runs is not the one that is edited: there, regions stay calls of their bodies.
         run = copy_graph(self.graph) if provider is None else provider.execution_graph(self)
@@ -107,6 +129,11 @@ class Program(GraphModule):
         writer.__dict__.update(self.__dict__, _graph=run)
         GraphModule.recompile(writer)
         self.__dict__.update((name, writer.__dict__[name]) for name in _CODE)
+
+    # Called by the generated code, where regions run as they are.
+    _is_profiled = staticmethod(is_profiled)
+    _enter_range = staticmethod(enter_range)
+    _exit_range = staticmethod(exit_range)
 
     def _fetch_weights(self) -> tuple[Any, ...]:
         """Return the tensors that the code of a lowered graph reads: one by one they would cost more than small models."""
@@ -180,6 +207,16 @@ class Program(GraphModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+def _region_ranges(graph: Graph) -> list[CodeRange]:
+    """Return the range of each call of a region."""
+    calls = ((node.name, node.meta.get(REGION)) for node in graph.nodes if node.op == "call_module")
+    return [
+        CodeRange(name, name, range_label(call.identity.kind, name))
+        for name, call in calls
+        if call is not None
+    ]
 
 
 def _base_class(cls: type) -> type[Program]:
@@ -347,6 +384,15 @@ class GraphOwner:
     @property
     def diagnostics(self) -> tuple[Any, ...]:
         """Recompilations, fallbacks and limits reached so far."""
+        return ()
+
+
+class GraphParts:
+    """A module of which parts were captured: each graph with the path of its part."""
+
+    @property
+    def part_graphs(self) -> tuple[tuple[str, GraphModule], ...]:
+        """The present graphs of the parts that are captured so far, by the path of the part."""
         return ()
 
 

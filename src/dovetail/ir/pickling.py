@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_aggregate, map_arg
 
 from dovetail.errors import InvalidArgument
@@ -89,7 +89,7 @@ def _without_unpicklable(rows: list[Any]) -> list[Any]:
         good: dict[str, Any] = {}
         for key, value in meta.items():
             if key == REGION:
-                good[key] = value.filter_meta(_can_be_pickled)
+                good[key] = value.map_meta(_picklable_values)
             elif why := _why_not(value):
                 dropped[key] = why
             else:
@@ -108,6 +108,10 @@ def _why_not(value: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def _picklable_values(meta: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in meta.items() if _can_be_pickled(value)}
 
 
 def _can_be_pickled(value: Any) -> bool:
@@ -130,9 +134,15 @@ class _Pickler(pickle.Pickler):
             return ("tensor", tensor_row(obj, self.storages))
         if isinstance(obj, SYMBOLIC):
             return ("symbolic", describe_symbolic(obj))
-        if isinstance(obj, (FakeTensorMode, ShapeEnv)):
+        if isinstance(obj, FakeTensorMode) or _is_shape_env(obj):
             return ("none",)
         return None
+
+
+def _is_shape_env(value: Any) -> bool:
+    # Its module is imported only if there is one.
+    symbolic_shapes = sys.modules.get("torch.fx.experimental.symbolic_shapes")
+    return symbolic_shapes is not None and isinstance(value, symbolic_shapes.ShapeEnv)
 
 
 class _Unpickler(pickle.Unpickler):

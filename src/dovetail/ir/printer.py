@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import difflib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -154,7 +154,7 @@ def diff(a: GraphModule | GraphOwner, b: GraphModule | GraphOwner, *, context: i
     left, right = text(a).splitlines(), text(b).splitlines()
     renamed: dict[str, str] = {}
     rows: list[tuple[str, str]] = []
-    for i1, i2, j1, j2 in _pairing(left, right):
+    for i1, i2, j1, j2 in pair_sequences(list(map(_shape, left)), list(map(_shape, right)), (left, right)):
         if i2 - i1 != 1 or j2 - j1 != 1 or _shape(left[i1]) != _shape(right[j1]):
             rows += [("-", line) for line in left[i1:i2]] + [("+", line) for line in right[j1:j2]]
             continue
@@ -169,19 +169,22 @@ def diff(a: GraphModule | GraphOwner, b: GraphModule | GraphOwner, *, context: i
     return _with_context(rows, context)
 
 
-def _pairing(left: list[str], right: list[str]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield corresponding ranges of both texts: single lines of one shape, or ranges that were replaced.
+def pair_sequences(
+    left: Sequence[Hashable],
+    right: Sequence[Hashable],
+    names: tuple[Sequence[Hashable], Sequence[Hashable]] | None = None,
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield corresponding ranges of two sequences: equal items one by one, or ranges that were replaced.
 
-    As in patience diff, lines that are unique on both sides are aligned first; only the short ranges between them are
-    compared line by line, in time quadratic in their length.
+    As in patience diff, items that are unique on both sides are aligned first, by `names` where these distinguish more
+    of them; only the short ranges between them are compared item by item, in time quadratic in their length.
     """
-    shapes = list(map(_shape, left)), list(map(_shape, right))
-    once = [_positions_of_unique(lines) for lines in (left, right)]
-    anchors = [(i, once[1][line]) for line, i in once[0].items() if line in once[1]]
+    once = [_positions_of_unique(items) for items in names or (left, right)]
+    anchors = [(i, once[1][item]) for item, i in once[0].items() if item in once[1]]
     i = j = 0
     for to_i, to_j in [*_increasing(anchors), (len(left), len(right))]:
         long = max(to_i - i, to_j - j) > 2000
-        matcher = difflib.SequenceMatcher(None, shapes[0][i:to_i], shapes[1][j:to_j], autojunk=False)
+        matcher = difflib.SequenceMatcher(None, left[i:to_i], right[j:to_j], autojunk=False)
         codes = [("replace", 0, to_i - i, 0, to_j - j)] if long else matcher.get_opcodes()
         for tag, i1, i2, j1, j2 in codes:
             if tag == "equal":
@@ -193,11 +196,11 @@ def _pairing(left: list[str], right: list[str]) -> Iterator[tuple[int, int, int,
         i, j = to_i + 1, to_j + 1
 
 
-def _positions_of_unique(lines: list[str]) -> dict[str, int]:
-    seen: dict[str, int] = {}
-    for i, line in enumerate(lines):
-        seen[line] = -1 if line in seen else i
-    return {line: i for line, i in seen.items() if i >= 0}
+def _positions_of_unique(items: Sequence[Hashable]) -> dict[Hashable, int]:
+    seen: dict[Hashable, int] = {}
+    for i, item in enumerate(items):
+        seen[item] = -1 if item in seen else i
+    return {item: i for item, i in seen.items() if i >= 0}
 
 
 def _increasing(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:

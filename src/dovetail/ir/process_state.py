@@ -66,6 +66,18 @@ def tracing() -> Generator[None]:
         _tracing -= 1
 
 
+def tracing_switches() -> list[Any]:
+    """Return global switches of torch that decide which operators are recorded in a trace."""
+    sdp = torch.backends.cuda
+    return [
+        torch.get_default_device(),
+        [getattr(sdp, f"{kind}_sdp_enabled")() for kind in ("flash", "mem_efficient", "math", "cudnn")],
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.is_anomaly_enabled(),
+    ]
+
+
 def forked_while_tracing() -> bool:
     """Whether this process was forked while another thread traced a model."""
     return _forked_while_tracing

@@ -11,7 +11,6 @@ import torch.utils._pytree as pytree
 from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,7 +37,11 @@ def propagate_values(module: GraphModule, args: tuple[Any, ...], kwargs: Mapping
     flat = _example_inputs(program, inputs, args, kwargs)
     if flat is None:
         return program
-    mode = _first_mode(flat) or FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    mode = _first_mode(flat)
+    if mode is None:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fakes = _Fakes(mode)
     with defer_torch_output(), preserve_rng_state(), mode, _OneDtype():
         given = [fakes.of(value) for value in flat]

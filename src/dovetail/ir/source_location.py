@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-_OURS = str(Path(__file__).resolve().parents[2]) + os.sep
+_OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 
 # Models and patterns that come with the package are like a user's.
 _MODELS = (os.path.join(_OURS, "zoo"), os.path.join(_OURS, "rules", "library"))
@@ -79,7 +79,7 @@ def of_exception(error: BaseException) -> SourceLine | None:
         deepest = _deepest(at.__traceback__) or deepest
         at = at.__cause__ or at.__context__
     # A bytecode tracer never runs the user's frame; only its message has it.
-    return deepest or _last_user_frame(str(error))
+    return deepest or of_stack_trace(str(error))
 
 
 def _is_being_handled(error: BaseException) -> bool:
@@ -93,10 +93,17 @@ def _is_being_handled(error: BaseException) -> bool:
 
 def of_node(node: Node) -> SourceLine | None:
     """The deepest line of user code in the stack trace that the tracer left on a node."""
-    return _last_user_frame(node.meta.get("stack_trace") or node.stack_trace or "")
+    return of_stack_trace(node.meta.get("stack_trace") or node.stack_trace or "")
 
 
-def _last_user_frame(text: str) -> SourceLine | None:
+def lines_of(trace: str) -> list[SourceLine]:
+    """Return the lines of user code in the text of a stack trace, outermost first."""
+    frames = _FRAME.finditer(trace)
+    return [SourceLine(f["file"], int(f["line"]), f["function"]) for f in frames if is_user_file(f["file"])]
+
+
+def of_stack_trace(text: str) -> SourceLine | None:
+    """The deepest line of user code in the text of a stack trace."""
     for frame in reversed(list(_FRAME.finditer(text))):
         if is_user_file(frame["file"]):
             return SourceLine(frame["file"], int(frame["line"]), frame["function"])

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
-import sympy
 import torch
-from sympy.logic.boolalg import Boolean
 from torch import SymInt, Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.value_ranges import ValueRanges
 
 from dovetail.errors import InvalidArgument
 from dovetail.ir.nodes import example_size, is_static_size, storage_key
-from dovetail.ir.symbolic_expr import evaluate_expression, parse_expression
+
+if TYPE_CHECKING:
+    # sympy takes longer to import than all of this package, and few graphs have symbolic sizes.
+    import sympy
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 TensorRow = tuple[Any, ...]
 """Number of the storage, sizes, strides, offset, dtype, device, requires_grad, whether it is a parameter."""
@@ -63,6 +63,8 @@ def describe_symbolic(value: Any) -> Symbolic:
         bounds = env.var_to_range.get(symbol)
         lower, upper = _bound(bounds and bounds.lower), _bound(bounds and bounds.upper)
         rows.append((str(symbol), _symbol_hint(env, symbol), lower, upper))
+    import sympy
+
     return Symbolic(type(value).__name__, sympy.srepr(expr), tuple(rows))
 
 
@@ -74,6 +76,8 @@ def _symbol_hint(env: ShapeEnv, symbol: sympy.Symbol) -> int | None:
 
 
 def _bound(value: Any) -> int | None:
+    from torch.utils._sympy.numbers import int_oo
+
     return int(value) if value is not None and value not in (int_oo, -int_oo) and value.is_number else None
 
 
@@ -81,18 +85,58 @@ _UNBOUNDED_BYTES = 2**50
 _SYMBOL_COST = 2**10
 
 
+class _LazyFakeMode(FakeTensorMode):
+    """A fake mode that is initialized when it is used, not by making fake tensors of it.
+
+    Its initialization imports Dynamo, which takes half a second: longer than loading a graph that is compiled already.
+    """
+
+    # What FakeTensor reads when one is made: torch's defaults.
+    allow_meta = True
+    _allow_unsafe_data_ptr_access = True
+    in_kernel_invocation = False
+
+    def __init__(self) -> None:
+        if "torch._functorch.config" in sys.modules:
+            self._initialize()
+
+    def _initialize(self) -> None:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        vars(self)["_is_initialized"] = True
+        super().__init__(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for what is missing.
+        if "_is_initialized" in vars(self) or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)
+        self._initialize()
+        return getattr(self, name)
+
+    def __enter__(self) -> Self:
+        if "_is_initialized" not in vars(self):
+            self._initialize()
+        return super().__enter__()
+
+
 @dataclass
 class SymbolicEnv:
     """The fake mode and symbols of one loaded graph; `budget` bounds the cost of parsing its expressions."""
 
-    env: ShapeEnv = field(default_factory=ShapeEnv)
     symbols: dict[str, Any] = field(default_factory=dict)
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     _numbers: dict[tuple[str, str], Any] = field(default_factory=dict)
     budget: float = math.inf
 
     def __post_init__(self) -> None:
-        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.mode: FakeTensorMode = _LazyFakeMode()
+
+    @property
+    def env(self) -> ShapeEnv:
+        """The symbols of the mode."""
+        env = self.mode.shape_env
+        assert env is not None
+        return env
 
     def symbolic(self, described: Symbolic) -> Any:
         """Return the number that `describe_symbolic` described."""
@@ -110,6 +154,11 @@ class SymbolicEnv:
             raise InvalidArgument("the symbolic sizes of the graph are too many or too large.")
 
     def _number(self, kind: str, text: str) -> Any:
+        import sympy
+        from sympy.logic.boolalg import Boolean
+
+        from dovetail.ir.symbolic_expr import parse_expression
+
         expr: Any = parse_expression(text, self.symbols, self._spend)
         is_of_kind = isinstance(expr, Boolean) if kind == "SymBool" else isinstance(expr, sympy.Expr)
         if not is_of_kind:
@@ -123,6 +172,9 @@ class SymbolicEnv:
 
     def _symbol(self, name: str, hint: int | None, lower: int | None, upper: int | None) -> Any:
         from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+        from torch.utils._sympy.numbers import int_oo
+        from torch.utils._sympy.value_ranges import ValueRanges
 
         # torch records where each one was created, which takes a millisecond.
         self._spend(_SYMBOL_COST)
@@ -181,6 +233,8 @@ class SymbolicEnv:
 
 
 def _evaluate(expr: Any, env: ShapeEnv) -> Any:
+    from dovetail.ir.symbolic_expr import evaluate_expression
+
     hints = {s: _symbol_hint(env, s) for s in expr.free_symbols}
     known = {symbol: hint for symbol, hint in hints.items() if hint is not None}
     return evaluate_expression(expr, known) if len(known) == len(hints) else None

@@ -37,7 +37,7 @@ except ModuleNotFoundError:
 CHECK_INTERVAL = 256
 """The default number of calls in which the contents of every watched tensor are compared once."""
 _CHUNK_BYTES = 2**16
-"""Bytes that are compared at once, in about 15 µs, which bounds the cost of a call for a small model."""
+"""Bytes that are compared at once, in a few µs, which bounds the cost of a call for a small model."""
 _STATISTICS = frozenset({"running_mean", "running_var"})
 
 

@@ -19,14 +19,16 @@ from dovetail.ir.graph_module import (
     Program,
     as_program,
     attribute,
+    copy_graph,
     copy_node,
     make_body,
     rebuild,
     set_attribute,
 )
 from dovetail.ir.meta_keys import CANONICAL
+from dovetail.ir.module_paths import prefixed_stack
 from dovetail.ir.nodes import value_signature
-from dovetail.outlining.region import Refs, call_of, literal, results
+from dovetail.outlining.region import Refs, call_of, literal, results, write_call
 
 Signature = tuple[Any, ...]
 
@@ -193,3 +195,18 @@ def common_module_stack(metas: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     levels = zip(*(meta.get("nn_module_stack", {}).items() for meta in metas), strict=False)
     common = takewhile(lambda level: all(key == level[0][0] for key, _ in level), levels)
     return dict(level[0] for level in common)
+
+
+def with_module_prefix(gm: GraphModule, prefix: str) -> GraphModule:
+    """Return the graph of a part of a model with the paths of its modules as they are in the model."""
+
+    def moved(meta: dict[str, Any]) -> dict[str, Any]:
+        return {**meta, "nn_module_stack": prefixed_stack(meta, prefix)}
+
+    graph = copy_graph(gm.graph)
+    for node in graph.nodes:
+        call = call_of(node.meta)
+        node.meta = moved(node.meta)
+        if call is not None:
+            write_call(node, call.map_meta(moved))
+    return rebuild(gm, graph)

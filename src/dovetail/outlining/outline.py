@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -65,8 +65,8 @@ class Request:
     escapes: str | Mapping[Node | str, str] = "auto"
     rule: str | None = None
     round: int | None = None
-    arguments: Mapping[str, Node] | None = None
-    results: tuple[Node | None, ...] = ()
+    arguments: Mapping[str, Node | str] | None = None
+    results: Sequence[Node | str | None] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.nodes, (str, Node)) and hasattr(self.nodes, "__iter__"):
@@ -104,8 +104,30 @@ def _draft(index: Index, request: Request, number: int, count: int) -> RegionDra
         default,
         request.rule,
         request.round,
-        request.arguments or {},
-        request.results,
+        _named_arguments(index, request.arguments, label),
+        _named_results(index, request.results, label),
+    )
+
+
+def _named_arguments(index: Index, arguments: Any, label: str) -> dict[str, Node]:
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, Mapping):
+        raise InvalidArgument(
+            f"region '{label}': arguments is a {type(arguments).__name__}; give a mapping from names to nodes."
+        )
+    items = cast("Mapping[str, Node | str]", arguments).items()
+    return {name: index.nodes[_locate(index, item, label, any_op=True)] for name, item in items}
+
+
+def _named_results(index: Index, results: Any, label: str) -> tuple[Node | None, ...]:
+    if isinstance(results, (str, Node)) or not isinstance(results, Iterable):
+        raise InvalidArgument(
+            f"region '{label}': results is a {type(results).__name__}; give a list of nodes."
+        )
+    items = cast("Iterable[Node | str | None]", results)
+    return tuple(
+        None if item is None else index.nodes[_locate(index, item, label, any_op=True)] for item in items
     )
 
 
@@ -309,6 +331,17 @@ def _requests(nodes: Any, kind: str | None, version: int, attrs: Any, escapes: A
     return requests
 
 
+def operands_of(index: Index, draft: RegionDraft) -> tuple[list[Node], list[Any] | None]:
+    """Return the operands of a region, and their values when it runs if some operation changes sizes or strides in place."""
+    nodes, dependencies = index.nodes, index.dependencies
+    own = {nodes[i] for i in draft.inside}
+    first = {n: i for i in sorted(draft.inside, reverse=True) for n in nodes[i].all_input_nodes}
+    operands = list(dict.fromkeys(n for i in draft.inside for n in nodes[i].all_input_nodes if n not in own))
+    if not dependencies.reshaping:
+        return operands, None
+    return operands, [dependencies.value_read(node, first[node]) for node in operands]
+
+
 class _Builder:
     """Builds the new graph from drafts that are placed."""
 
@@ -345,12 +378,10 @@ class _Builder:
 
     def _call(self, draft: RegionDraft) -> str:
         nodes = self.index.nodes
-        inside = [nodes[i] for i in draft.inside]
-        own = set(inside)
-        operands = list(dict.fromkeys(n for node in inside for n in node.all_input_nodes if n not in own))
-        outputs = [nodes[i] for i in draft.outputs]
+        inside, outputs = [nodes[i] for i in draft.inside], [nodes[i] for i in draft.outputs]
+        operands, values = operands_of(self.index, draft)
         kind = draft.identity.kind
-        _, target = self.bodies.share(kind, operands, inside, outputs, values=self._values(draft, operands))
+        _, target = self.bodies.share(kind, operands, inside, outputs, values=values)
         name = self._name(kind.replace(".", "_"))
         call = self.graph.create_node("call_module", target, tuple(self.env[n] for n in operands), name=name)
         rank = min(self.ranks[i] for i in draft.members)
@@ -385,16 +416,6 @@ class _Builder:
             self.env[node] = result
             self.new_ranks[result.name] = rank
         return call.name
-
-    def _values(self, draft: RegionDraft, operands: list[Node]) -> list[Any] | None:
-        """Return the operands' values when the region runs, if some operation changes sizes or strides in place."""
-        dependencies = self.index.dependencies
-        if not dependencies.reshaping:
-            return None
-        first = {
-            n: i for i in sorted(draft.inside, reverse=True) for n in self.index.nodes[i].all_input_nodes
-        }
-        return [dependencies.value_read(node, first[node]) for node in operands]
 
     def _member(self, position: int, draft: RegionDraft) -> Member:
         node = self.index.nodes[position]

@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 from dovetail.errors import InvalidArgument, InvalidGraph, checked_call
 from dovetail.ir.effects import declared_targets, summarize_body
 from dovetail.ir.graph_module import Body, GraphOwner, attribute, graphs_of
+from dovetail.ir.html_repr import HtmlRegion
 from dovetail.ir.meta_keys import CLONE, LOWERING, OUTLINING, REGION
 from dovetail.ir.nodes import is_projection, symbol_ranges, value_signature
 from dovetail.ir.op_traits import qualified_name, target_name
@@ -111,14 +112,13 @@ class RegionCall:
         )
         return replace(self, members=members)
 
-    def filter_meta(self, keep: Callable[[Any], bool]) -> RegionCall:
-        """Return this record with only those meta values of its members that `keep` accepts, at every depth."""
+    def map_meta(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> RegionCall:
+        """Return this record with the meta of its members changed, at every depth."""
         members: list[Member] = []
         for member in self.members:
             inner = call_of(member.meta)
-            meta = {k: v for k, v in member.meta.items() if k != REGION and keep(v)}
-            if inner is not None:
-                meta[REGION] = inner.filter_meta(keep)
+            meta = change({k: v for k, v in member.meta.items() if k != REGION})
+            meta |= {} if inner is None else {REGION: inner.map_meta(change)}
             members.append(member._replace(meta=meta))
         return replace(self, members=tuple(members))
 
@@ -400,7 +400,7 @@ def _content(value: torch.Tensor) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Region:
+class Region(HtmlRegion):
     """One call of a region: its identity, its body, and the operations it consists of.
 
     `name` is a label (`outer_0/inner_1` when nested); identity is `kind`, `version` and `attrs`. `inputs` are the
@@ -462,6 +462,8 @@ class LoweringEvent(Protocol):
 
 class LoweringView(Protocol):
     """What is read here and in the ledger of a graph's lowering; `lowering.lowered_state.LoweredState` implements it."""
+
+    assigned: dict[str, Any]  # by the local names of regions
 
     @property
     def events(self) -> Sequence[LoweringEvent]: ...
@@ -572,8 +574,7 @@ def _originals(call: RegionCall) -> tuple[str, ...]:
 def _effects(body: GraphModule, declared: Mapping[str, str]) -> tuple[str, ...]:
     effects = summarize_body(body, declared)
     words = ["writes"] if effects.writes or effects.state_written else []
-    if effects.random:
-        words.append("random")
+    words += ["random"] if effects.random else []
     if effects.host_effect:
         words.append(effects.host_effect)
     return tuple(words)

@@ -2,71 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
-from torch.fx import Node
 
 from dovetail.errors import RuleError, checked_call, nearest
+from dovetail.ir.module_paths import ModuleFrame, class_name, make_frame, matches_path, module_stack
 from dovetail.ir.nodes import is_projection
 from dovetail.outlining.region import make_identity
 from dovetail.rules.rule import Candidate, Proposal, Refusal, Rule, RuleContext, require_int, require_policy
-
-_GETATTR = re.compile(r"getattr\(([^(),]+), ['\"]([^'\"]+)['\"]\)")
-_ROOT = re.compile(r"^[LG]\[[^\]]*\]")
-_CELL = re.compile(r"^.*\.cell_contents")
-_ITEM = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
-_REPEATED = re.compile(r"@\d+$")
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleFrame:
-    """One call of a module: `key` is unique to the call, `path` is the module's path and `owner` its class."""
-
-    key: str
-    path: str
-    owner: str
-
-    @property
-    def class_name(self) -> str:
-        """The name of the class without its Python module."""
-        return self.owner.rpartition(".")[2]
-
-
-def module_stack(node: Node) -> Mapping[str, Any]:
-    """Return the module stack of an operation, outermost call first; empty if the tracer recorded none."""
-    return cast("Mapping[str, Any]", node.meta.get("nn_module_stack") or {})
-
-
-def make_frame(key: str, entry: Any) -> ModuleFrame:
-    """Return an entry of a module stack in one form: graphs of capture, export, Dynamo and symbolic tracing differ."""
-    path, owner = cast("tuple[Any, Any]", entry)[:2] if isinstance(entry, (tuple, list)) else ("", entry)
-    return ModuleFrame(str(key), normalize_path(str(path)), class_name(owner))
-
-
-def class_name(owner: Any) -> str:
-    """Return the qualified name of a class, which exporters record as text."""
-    return f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else str(owner)
-
-
-@functools.lru_cache(maxsize=65536)
-def normalize_path(text: str) -> str:
-    """Return a module's path in the form of `named_modules`: `layers.0.mlp`.
-
-    Dynamo records the expression it was reached by: `L['self'].layers.0`, `getattr(L['self'].layers, '0')`.
-    """
-    while (shorter := _GETATTR.sub(r"\1.\2", text)) != text:
-        text = shorter
-    text = _CELL.sub("", _ROOT.sub("", text))
-    text = _ITEM.sub(r".\1", text)
-    parts = [_REPEATED.sub("", part) for part in text.split(".")]
-    return ".".join(part for part in parts if part and part != "_modules")
-
 
 _MAX_SHOWN = 5
 
@@ -157,28 +104,13 @@ class Modules(Rule):
         return []
 
     def _matched_keys(self, context: RuleContext, position: int) -> dict[str, ModuleFrame]:
-        frames = [make_frame(k, v) for k, v in module_stack(context.nodes[position]).items()]
+        frames = [make_frame(k, v) for k, v in module_stack(context.nodes[position].meta).items()]
         return {f.key: f for f in frames if any(matches_target(target, f) for target in self.targets)}
 
 
 def matches_target(target: str, frame: ModuleFrame) -> bool:
     """Whether a call is of a module that a class name or a path pattern selects."""
     return target in (frame.owner, frame.class_name) or bool(frame.path and matches_path(target, frame.path))
-
-
-def matches_path(pattern: str, path: str) -> bool:
-    """Whether a dotted path matches a pattern of parts, in which `**` is any number of parts."""
-    parts = path.split(".")
-    # The lengths of the prefixes of the path that match the pattern so far.
-    reached = {0}
-    for piece in pattern.split("."):
-        if piece == "**":
-            reached = set(range(min(reached), len(parts) + 1))
-        else:
-            reached = {n + 1 for n in reached if n < len(parts) and fnmatchcase(parts[n], piece)}
-        if not reached:
-            return False
-    return len(parts) in reached
 
 
 @dataclass
@@ -215,7 +147,7 @@ class _ModuleCalls:
         for i, node in enumerate(context.nodes):
             if node.op in ("placeholder", "get_attr", "output") or is_projection(node):
                 continue
-            keys = [k for k, entry in module_stack(node).items() if self._is_match(k, entry)]
+            keys = [k for k, entry in module_stack(node.meta).items() if self._is_match(k, entry)]
             if not keys:
                 continue
             keys = keys if rule.nests else keys[:1]

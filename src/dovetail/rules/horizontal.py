@@ -187,7 +187,7 @@ class SiblingSearch(UnitPlan):
             what = effects.host_effect or ("it draws at random" if effects.random else "it writes memory")
             return True, f"'{name}' has an effect: {what}"
         if self.of is None and self.classes[unit] is OpClass.OPAQUE:
-            return False, f"'{name}' is opaque"
+            return False, f"'{name}' is {OpClass.OPAQUE.description}"
         return applies, ""
 
     def _refuse_unlike(self, forms: Mapping[CallForm, list[int]]) -> None:

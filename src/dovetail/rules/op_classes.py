@@ -221,11 +221,25 @@ class OpClass(IntEnum):
 
     @property
     def description(self) -> str:
-        """The class for messages: "elementwise", "an anchor"."""
-        name = self.name.lower()
-        if self in (OpClass.REDUCTION, OpClass.ANCHOR):
-            return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-        return name
+        """The class for messages, in words that need no glossary."""
+        return _DESCRIPTIONS[self]
+
+
+_DESCRIPTIONS = {
+    OpClass.ELEMENTWISE: "elementwise",
+    OpClass.BROADCAST: "a broadcast",
+    OpClass.INJECTIVE: "a rearrangement of elements",
+    OpClass.REDUCTION: "a reduction",
+    OpClass.ANCHOR: "a matrix product, convolution or attention",
+    OpClass.OPAQUE: "of no kind that is fused",
+}
+
+
+def describe_anchor(name: str) -> str:
+    """Return what an anchor of this ATen name computes: "a convolution"."""
+    if "conv" in name:
+        return "a convolution"
+    return "an attention" if "attention" in name else "a matrix product"
 
 
 def classify(context: RuleContext, excluded: Sequence[bool] | None = None) -> list[OpClass]:

@@ -27,7 +27,7 @@ from dovetail.rules.fusion_units import (
     UnitRule,
     check_rule_options,
 )
-from dovetail.rules.op_classes import OpClass, classify, known_sizes
+from dovetail.rules.op_classes import OpClass, classify, describe_anchor, known_sizes, operation_name
 from dovetail.rules.rule import Candidate, Proposal, Rule, RuleContext
 
 
@@ -249,7 +249,7 @@ class Grouping(UnitPlan):
             if len(units) + len(copied) < min_size or not cloned.isdisjoint(units):
                 continue
             if len(units) + len(copied) > 1 and all(self._is_view(u) for u in units):
-                self.refuse(tuple(units), "nothing but views: no value is computed", units[0])
+                self.refuse(tuple(units), "only views and reshapes: no value is computed", units[0])
                 continue
             groups.append((units, copied))
         return groups
@@ -303,33 +303,43 @@ class Grouping(UnitPlan):
         name, other = self.context.nodes[unit].name, self.context.nodes[reader].name
         reasons: list[str] = []
         if self.classes[unit] in (_REDUCTION, _OPAQUE):
-            reasons.append(f"'{name}' is {self.classes[unit].description}: nothing fuses after it")
+            reasons.append(f"'{name}' is {self._describe(unit)}: nothing is fused after it")
         if self.classes[reader] in (_ANCHOR, _OPAQUE):
-            reasons.append(f"'{other}' is {self.classes[reader].description}: no producer fuses into it")
+            reasons.append(f"'{other}' is {self._describe(reader)}: what it reads is not fused into it")
         elsewhere = [r for r in self.units.readers[unit] if group[r] != group[reader]]
         if elsewhere:
             third = self.context.nodes[min(elsewhere, key=self.context.order.__getitem__)].name
             reasons.append(f"'{name}' is also read by '{third}', outside the group of '{other}'")
         if not reasons:
             full = self.owner[unit] >= 0 and self._over_limit.get(reader) == self.owner[unit]
-            reasons.append(self._too_large() if full else self._why_unfit(unit, group[reader]))
+            reasons.append(self._too_large() if full else self._why_unfit(unit, reader, group[reader]))
         return reasons
+
+    def _describe(self, unit: int) -> str:
+        """Return the class of a unit for messages, that of an anchor by what it computes."""
+        node, known = self.context.nodes[unit], self.classes[unit]
+        name = operation_name(node, self.context.gm) if known is _ANCHOR and node.op != "call_module" else ""
+        return describe_anchor(name) if name else known.description
 
     def _too_large(self) -> str:
         return f"the group would be larger than {self.max_weight} operations"
 
-    def _why_unfit(self, unit: int, last: int) -> str:
-        name = self.context.nodes[unit].name
+    def _why_unfit(self, unit: int, reader: int, last: int) -> str:
+        name, other = self.context.nodes[unit].name, self.context.nodes[reader].name
         own, theirs = self.owner[unit], self.owner[last]
         if own < 0 and theirs < 0 and self.classes[unit] is _ANCHOR:
-            return f"'{name}' is an anchor: only elementwise work of its shape may follow it"
+            what = self._describe(unit)
+            return f"'{name}' is {what}, and '{other}' after it is not elementwise work of its shape"
         if self._fits(unit, theirs):
             return self._too_large()
         anchor = self.context.nodes[theirs if theirs >= 0 else own].name
         if theirs >= 0:
-            kind = self.classes[unit].description if own < 0 else f"after '{self.context.nodes[own].name}'"
-            return f"'{name}' is {kind}: it cannot join what follows the anchor '{anchor}'"
-        return f"'{name}' follows the anchor '{anchor}', after which only elementwise work of its shape fuses"
+            kind = self._describe(unit) if own < 0 else f"fused after '{self.context.nodes[own].name}'"
+            return (
+                f"'{name}' is {kind}: it cannot join what is fused after '{anchor}', {self._describe(theirs)}"
+            )
+        what = f"'{anchor}', {self._describe(own)}"
+        return f"'{name}' is fused after {what}, and '{other}' is not elementwise work of its shape"
 
     def why_not(self, early: int, late: int) -> list[str]:
         """Return why two units are not in one group: their classes, what is between them, other readers."""
@@ -341,14 +351,14 @@ class Grouping(UnitPlan):
             return reasons or self._why_apart(early, late, self.group)
         for i in (early, late):
             if classes[i] is _OPAQUE and not self.excluded[i]:
-                reasons.append(f"'{nodes[i].name}' is opaque: it fuses with nothing")
+                reasons.append(f"'{nodes[i].name}' is {self._describe(i)}")
         path = self.context.index.path(early, late)
         if not path:
             return [*reasons, f"no value of '{nodes[early].name}' reaches '{nodes[late].name}'"]
         between = {self.units.unit_of[i] for i in self.context.index.between((early, late))} - {early, late}
         hard = [i for i in between if classes[i] >= _REDUCTION or self.excluded[i]]
         for i in sorted(hard, key=self.context.order.__getitem__)[:_MAX_REASONS]:
-            reasons.append(f"between them is '{nodes[i].name}', {classes[i].description}")
+            reasons.append(f"between them is '{nodes[i].name}', {self._describe(i)}")
         units = [self.units.unit_of[i] for i in path]
         steps = [(a, b) for a, b in itertools.pairwise(units) if self.group[a] != self.group[b]]
         return reasons or self._why_apart(*steps[0], self.group)

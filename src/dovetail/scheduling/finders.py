@@ -16,10 +16,11 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 
 from dovetail.errors import DovetailError, InvalidArgument, UnknownPart, nearest
+from dovetail.ir.module_paths import ModuleFrame, class_name, frames_of, is_within, matches_path
 from dovetail.ir.nodes import is_projection
+from dovetail.ir.text_tables import quoted
 from dovetail.outlining.outline import Request
 from dovetail.outlining.region import Region, call_of
-from dovetail.rules.by_module import ModuleFrame, class_name, make_frame, matches_path, module_stack
 from dovetail.rules.patterns.match_state import Match, Value
 from dovetail.rules.patterns.pattern_rule import PatternRule
 from dovetail.rules.rule import Candidate, Refusal, Rule, RuleContext, RuleSet
@@ -161,11 +162,6 @@ def outermost_paths(paths: Iterable[str]) -> list[str]:
     ]
 
 
-def is_within(path: str, outer: str) -> bool:
-    """Return whether a path is `outer` or below it."""
-    return outer == "" or path == outer or path.startswith(f"{outer}.")
-
-
 def relative_path(path: str, outer: str) -> str:
     """Return a path relative to one it is within."""
     return path if outer == "" else path[len(outer) + 1 :]
@@ -223,20 +219,9 @@ def _search_cache(context: RuleContext) -> dict[Any, tuple[list[PartMatch], list
     return {}
 
 
-def frames_of(node: Node) -> list[ModuleFrame]:
-    """Return the module calls that an operation came from, outermost first."""
-    return [make_frame(key, entry) for key, entry in module_stack(node).items()]
-
-
-def path_of(node: Node) -> str:
-    """Return the path of the innermost module that an operation came from."""
-    frames = frames_of(node)
-    return frames[-1].path if frames else ""
-
-
 def is_from(node: Node, scope: str) -> bool:
     """Return whether an operation came from the module at `scope`."""
-    return scope == "" or any(is_within(f.path, scope) for f in frames_of(node))
+    return scope == "" or any(is_within(f.path, scope) for f in frames_of(node.meta))
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,7 +320,7 @@ def _outputs(members: tuple[Node, ...]) -> tuple[Node, ...]:
 
 def _common_path(members: tuple[Node, ...]) -> str:
     """Return the path of the innermost module that all operations came from."""
-    stacks = [[f.path for f in frames_of(n)] for n in members if not is_projection(n)]
+    stacks = [[f.path for f in frames_of(n.meta)] for n in members if not is_projection(n)]
     return (common_prefix(stacks) or [""])[-1]
 
 
@@ -374,7 +359,7 @@ class ByNode(Finder):
         names = sorted(
             {str(n.target) for n in context.nodes if n.op == "call_function" and not is_projection(n)}
         )
-        reason = f"no operation is accepted by {self.name}; there are {', '.join(names[:8])}"
+        reason = f"no operation is accepted by {self.name}; there are {quoted(names, 8)}"
         return matches, [] if matches else [Refusal(self.name, (), reason)]
 
     def _accepts(self, node: Node) -> bool:
@@ -426,7 +411,7 @@ class ByModule(Finder):
         for node in context.nodes:
             if node.op in ("placeholder", "get_attr", "output") or is_projection(node):
                 continue
-            for at in frames_of(node):
+            for at in frames_of(node.meta):
                 if self._fits(at):
                     frames[at.key] = at
                     calls.setdefault(at.key, []).append(node)
@@ -451,14 +436,12 @@ class ByModule(Finder):
         classes = {
             f.class_name: relative_path(f.path, self.scope)
             for n in context.nodes
-            for f in frames_of(n)
+            for f in frames_of(n.meta)
             if is_within(f.path, self.scope)
         }
         names = sorted(classes) if isinstance(self.what, type) else sorted(set(classes.values()) - {""})
         what = "of class" if isinstance(self.what, type) else "at a path with"
-        return (
-            f"no operation came from a module {what} {self.name}; there are {', '.join(names[:8]) or 'none'}"
-        )
+        return f"no operation came from a module {what} {self.name}; there are {quoted(names, 8) or 'none'}"
 
 
 @dataclass(frozen=True, eq=False)

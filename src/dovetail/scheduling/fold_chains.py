@@ -14,12 +14,12 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from dovetail.errors import ScheduleError
 from dovetail.ir.dependencies import Index
 from dovetail.ir.graph_module import attribute
+from dovetail.ir.module_paths import frames_of, path_of
 from dovetail.ir.nodes import is_projection
 from dovetail.ir.schema import named_arguments, normalized_arguments, op_name
 from dovetail.outlining.outline import Request
 from dovetail.passes.fold_conv_batch_norm import FoldPair, fold_pairs, why_not_constant
 from dovetail.rules.library import KINDS
-from dovetail.scheduling.finders import frames_of, path_of
 
 Role = Literal["product", "norm", "activation"]
 _ORDER: tuple[Role, ...] = ("product", "norm", "activation")
@@ -195,7 +195,7 @@ def _calls_by_module(gm: GraphModule, groups: list[ModuleGroup]) -> dict[str, di
     calls: dict[str, dict[str, list[Node]]] = {}
     for node in gm.graph.nodes:
         if node.op == "call_function" and not is_projection(node):
-            for frame in frames_of(node):
+            for frame in frames_of(node.meta):
                 if frame.path in module_paths:
                     calls.setdefault(frame.path, {}).setdefault(frame.key, []).append(node)
     return calls
@@ -273,7 +273,7 @@ def _describe_source(value: Any) -> str:
         return f"the input '{value.name}'"
     if is_projection(value) and isinstance(value.args[0], Node):
         value = value.args[0]
-    what, at = op_name(value.target) or value.name, path_of(value)
+    what, at = op_name(value.target) or value.name, path_of(value.meta)
     what = "batch_norm" if what in _NORMS else what
     return f"the result of {what} in '{at}'" if at else f"the result of {what}"
 

@@ -16,15 +16,16 @@ from torch.nn.parameter import is_lazy
 from dovetail.errors import CaptureError, InvalidArgument, ScheduleError, checked_call
 from dovetail.frontend.model_copy import refuse_scripted
 from dovetail.ir.graph_module import Program
+from dovetail.ir.module_paths import is_within
 from dovetail.ir.process_state import reset_at_fork
+from dovetail.ir.profiler_ranges import is_traced
 from dovetail.lowering.backend_protocol import BackendChain, checked_backends
-from dovetail.lowering.dispatch import is_traced
 from dovetail.lowering.lower import settle_parts
 from dovetail.runtime.capture_cache import CaptureCache
 from dovetail.runtime.presets import CompiledGraph
 from dovetail.scheduling.call_recording import ModelInputs, RecordedCall, example_inputs, record_calls
 from dovetail.scheduling.edits import OPTIONAL, PartGraph, outline_named
-from dovetail.scheduling.finders import common_prefix, is_within, join_path, match_paths
+from dovetail.scheduling.finders import common_prefix, join_path, match_paths
 from dovetail.scheduling.fold_chains import Chain, ModuleGroup, find_chains, fold_norms
 from dovetail.scheduling.install import (
     HookFreeCache,

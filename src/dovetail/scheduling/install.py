@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from dovetail.errors import CallMismatch, CaptureError, DovetailError, ScheduleError
 from dovetail.ir.graph_module import HOOK_KINDS, Program
-from dovetail.lowering.dispatch import is_traced
-from dovetail.runtime.capture_cache import CaptureCache, CaptureEntry, GuardKey
+from dovetail.ir.profiler_ranges import is_traced
+from dovetail.runtime.capture_cache import CaptureCache
+from dovetail.runtime.capture_entry import CaptureEntry, GuardKey
 from dovetail.runtime.module_guard import has_global_hooks, with_signature
 from dovetail.runtime.presets import CompiledGraph
 from dovetail.scheduling.edits import OPTIONAL, Edit, PartGraph, ReplaceEdit

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from dovetail.errors import InvalidArgument, ScheduleError
+from dovetail.ir.module_paths import is_within
 from dovetail.scheduling.call_recording import (
     RecordedCall,
     copy_tensors,
@@ -21,7 +22,7 @@ from dovetail.scheduling.call_recording import (
     record_results,
 )
 from dovetail.scheduling.edits import ReplaceEdit, isolate
-from dovetail.scheduling.finders import ByModule, PartMatch, PartRegion, finder_of, is_within, relative_path
+from dovetail.scheduling.finders import ByModule, PartMatch, PartRegion, finder_of, relative_path
 from dovetail.scheduling.install import hook_kind
 from dovetail.scheduling.replacement_checks import (
     Probe,

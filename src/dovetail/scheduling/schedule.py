@@ -13,11 +13,13 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from dovetail.errors import DovetailError, InvalidArgument, ScheduleError, checked_call
 from dovetail.frontend.model_copy import refuse_scripted
-from dovetail.ir.graph_module import attribute
+from dovetail.ir.graph_module import GraphParts, attribute
+from dovetail.ir.html_repr import html_box, html_text
+from dovetail.ir.module_paths import is_within, path_of
 from dovetail.ir.printer import text
 from dovetail.lowering.backend_protocol import resolve
 from dovetail.lowering.lower import settle_parts
@@ -27,9 +29,7 @@ from dovetail.scheduling.edits import Checkpoint, PartGraph
 from dovetail.scheduling.finders import (
     PartMatch,
     enclosing_paths,
-    is_within,
     join_path,
-    path_of,
     relative_path,
     require_path,
 )
@@ -157,7 +157,7 @@ def _count_by_module(part: PartGraph, root: str, paths: Set[str]) -> dict[str, C
             continue
         call, called = call_of(node.meta), attribute(part.gm, cast("str", node.target))
         note = f"calls {called._get_name()}" if call is None else _region_note(part, node, call)
-        owner = join_path(root, path_of(node))
+        owner = join_path(root, path_of(node.meta))
         counts.setdefault(owner if owner in paths else root, Counter())[note] += 1
     return counts
 
@@ -305,7 +305,7 @@ def _backend(value: Any) -> Any:
 Result = TypeVar("Result")
 
 
-class Schedule(Part):
+class Schedule(Part, GraphParts):
     """A model and the steps done to it. The model itself changes only when `build` is called."""
 
     def __init__(self, model: nn.Module, example: ModelInputs | None) -> None:
@@ -317,6 +317,11 @@ class Schedule(Part):
         session, example = self._session, self._session.example
         inputs = None if example is None else describe_inputs((tuple(example.args), dict(example.kwargs)))
         return History([{"do": "schedule", "inputs": inputs}, *session.history] if session.completed else [])
+
+    @property
+    def part_graphs(self) -> tuple[tuple[str, GraphModule], ...]:
+        """The present graph of each traced part, one for each way it is called, by the path of the part."""
+        return tuple((root, part.gm) for (root, _), part in self._session.state.graphs.items())
 
     def example(self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Schedule:
         """Set the inputs that parts are traced with from now on."""
@@ -411,6 +416,9 @@ class Schedule(Part):
 
     def __str__(self) -> str:
         return module_tree(self._session)
+
+    def _repr_html_(self) -> str:
+        return html_box("schedule", html_text(str(self)))
 
     def __repr__(self) -> str:
         return f"Schedule({type(self._session.model).__name__}, {len(self._session.completed)} steps)"

@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument, ScheduleError
 from dovetail.frontend.capture import outside_inference_mode
+from dovetail.ir.module_paths import frames_of, is_within
 from dovetail.outlining.region import Region, call_of, regions, walk
-from dovetail.rules.by_module import make_frame
 from dovetail.runtime.capture_cache import CaptureCache
 from dovetail.scheduling.call_recording import ModelInputs, RecordedCall, record_calls
 from dovetail.scheduling.edits import Edit
@@ -24,7 +24,6 @@ from dovetail.scheduling.finders import (
     PartRegion,
     enclosing_paths,
     is_from,
-    is_within,
     join_path,
     outermost_paths,
     relative_path,
@@ -302,11 +301,7 @@ class ScheduleSession:
         return [
             name
             for name, call in calls
-            if any(
-                is_within(make_frame(key, entry).path, scope)
-                for member in walk(call)
-                for key, entry in (member.meta.get("nn_module_stack") or {}).items()
-            )
+            if any(is_within(frame.path, scope) for member in walk(call) for frame in frames_of(member.meta))
         ]
 
     def regions_named(self, root: str, form: int, names: Mapping[str, str]) -> list[PartRegion]:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from dovetail.errors import ScheduleError
 from dovetail.rules.rule import RuleContext
-from dovetail.runtime.capture_cache import GuardKey
+from dovetail.runtime.capture_entry import GuardKey
 from dovetail.scheduling.call_recording import RecordedCall
 from dovetail.scheduling.edits import ContextProvider, Edit, PartGraph
 from dovetail.scheduling.finders import enclosing_paths, relative_path

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, ScheduleError, VerificationError
 from dovetail.ir.graph_module import attribute
+from dovetail.ir.module_paths import is_within
 from dovetail.ir.process_state import get_rng_state, set_rng_state
 from dovetail.lowering.backend_protocol import resolve
 from dovetail.numerics.compare import Difference, ModelOutcome, ReferenceRuns, RunComparison, output_gradients
@@ -30,7 +31,7 @@ from dovetail.scheduling.edits import (
     LowerEdit,
     ReplaceEdit,
 )
-from dovetail.scheduling.finders import ByRegion, is_within
+from dovetail.scheduling.finders import ByRegion
 from dovetail.scheduling.install import Installation
 from dovetail.scheduling.replacement_checks import Adapter
 from dovetail.scheduling.session import CompletedStep, ScheduleSession

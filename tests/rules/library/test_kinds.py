@@ -43,6 +43,7 @@ def test_the_page_of_kinds_is_current() -> None:
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     assert module.page() == (ROOT / "docs" / "kinds.md").read_text(), "run `make docs`"
+    assert module.guide() == (ROOT / "docs" / "writing-backends.md").read_text(), "run `make docs`"
 
 
 def test_a_rule_whose_arguments_are_not_those_of_the_kind_is_an_error() -> None:

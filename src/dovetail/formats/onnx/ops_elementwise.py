@@ -18,6 +18,8 @@ _NAMED_ALIKE = """
     sign sin sinh softsign sqrt tan tanh
 """
 _UNARY = {name: name.capitalize() for name in _NAMED_ALIKE.split()} | {"hardswish": "HardSwish"}
+_CLIPPED = (torch.float32, torch.float64)
+"""The dtypes of which ONNX Runtime has Clip on a CPU, integers aside: their bounds may not fit them."""
 _BINARY = {"mul": "Mul", "div": "Div", "maximum": "Max", "minimum": "Min"}
 _COMPARISONS = {"eq": "Equal", "lt": "Less", "gt": "Greater", "le": "LessOrEqual", "ge": "GreaterOrEqual"}
 _LOGICAL = {"logical_and": "And", "logical_or": "Or", "logical_xor": "Xor"}
@@ -232,16 +234,23 @@ def _clamp(w: OnnxWriter, node: Node, x: Any, least: Any = None, most: Any = Non
     if "hardtanh" in str(node.target):
         least, most = -1.0 if least is None else least, 1.0 if most is None else most
     result = w.read(x, dtype)
-    # Max and Min rather than Clip: bounds may be tensors, and then they broadcast.
+    if _are_ordered_numbers(least, most) and dtype in _CLIPPED:
+        # ONNX Runtime fuses Clip with the convolution before it, but not Max and Min.
+        return w.op("Clip", result, w.constant(least, dtype), w.constant(most, dtype), label=node.name)
+    # Bounds that are tensors broadcast, which those of Clip do not.
     if least is not None:
         result = w.op("Max", result, w.read(least, dtype), label=node.name)
     return result if most is None else w.op("Min", result, w.read(most, dtype), label=node.name)
 
 
+def _are_ordered_numbers(least: Any, most: Any) -> bool:
+    """Return whether two bounds are numbers of which the first is not greater; what Clip does else is not specified."""
+    return all(isinstance(bound, (int, float)) for bound in (least, most)) and least <= most
+
+
 def _relu6(w: OnnxWriter, node: Node, x: Any) -> str:
     require_floating(w, node)
-    dtype = w.dtype(node)
-    return w.op("Min", w.op("Relu", w.of(x)), w.constant(6, dtype), label=node.name)
+    return _clamp(w, node, x, 0, 6)
 
 
 def _glu(w: OnnxWriter, node: Node, x: Any, dim: int = -1) -> str:

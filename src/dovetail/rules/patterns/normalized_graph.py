@@ -163,6 +163,7 @@ class _Replay:
         self.opaque_results: dict[Node, list[Any]] = {}
         self.returns_tuple: dict[Node, bool] = {}
         self.unchanged: dict[Node, Node] = {}
+        self.projections: dict[Node, tuple[Node, int, int]] = {}
         self.sources: list[tuple[Node, str | int | None]] = []
         self.values: list[Any] = []
         for node in context.nodes:
@@ -213,6 +214,9 @@ class _Replay:
             same = next((n for n in node.all_input_nodes if env[n] is env[node]), None)
             if same is not None and isinstance(env[node], Tensor):
                 self.unchanged[node] = same
+            if is_projection(node) and isinstance(node.args[1], int):
+                source = cast("Node", node.args[0])
+                self.projections[node] = (source, node.args[1] % len(env[source]), len(env[source]))
         return ()
 
     def _call(self, node: Node, env: dict[Node, Any], state: dict[str, Any]) -> Any:
@@ -239,8 +243,14 @@ class _Replay:
                 i = cast("int", custom[ORIGIN])
                 origins[node] = (i,)
                 parts.setdefault(i, set()).add(node)
+        # The trace has the elements of a tuple where it has the operation: a projection belongs to its element.
+        elements = {(origins[n], n.args[1]): n for n in origins if is_projection(n)}
+        for node, (source, part, count) in self.projections.items():
+            element = elements.get(((at[source],), part))
+            if element is not None and _length(cast("Node", element.args[0])) == count:
+                origins[element] += (at[node],)
         # A no-op (a cast to the same dtype) leaves no node in the trace: it belongs to the node it returns.
-        last = {i: node for node, (i,) in origins.items()}
+        last = {i: node for node, positions in origins.items() for i in positions}
         for node, same in self.unchanged.items():
             if at[same] in last:
                 last[at[node]] = last[at[same]]
@@ -249,6 +259,11 @@ class _Replay:
         hidden = any((e := dependencies.effects.get(at[n])) is not None and e.writes for n in self.opaque)
         written = frozenset(dependencies.written) if hidden else frozenset[int]()
         return NormalizedGraph(program, list(program.graph.nodes), origins, parts, hidden_writes=written)
+
+
+def _length(node: Node) -> int | None:
+    value = node.meta.get("val")
+    return len(cast("tuple[Any, ...]", value)) if isinstance(value, (tuple, list)) else None
 
 
 def _is_opaque(context: RuleContext, node: Node) -> bool:

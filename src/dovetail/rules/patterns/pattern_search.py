@@ -30,8 +30,10 @@ _MAX_SPAN = 256
 class PatternSearch:
     """The occurrences of every form of one rule's pattern in one graph."""
 
-    def __init__(self, rule: PatternRule, context: RuleContext) -> None:
-        self.rule, self.context = rule, context
+    def __init__(
+        self, rule: PatternRule, context: RuleContext, *, near_miss_ratio: float = _NEAR_MISS_RATIO
+    ) -> None:
+        self.rule, self.context, self.near_miss_ratio = rule, context, near_miss_ratio
         self.graph: NormalizedGraph = context.analysis(normalized_graph_of)
         self.through = TransparentOps(rule.through) if rule.through else None
         self.proposed: set[tuple[int, ...]] = set()
@@ -58,7 +60,7 @@ class PatternSearch:
         """Whether the graph has enough of the operators for at least a near-miss."""
         calls = self.graph.by_target
         present = sum(min(len(calls.get(target, ())), count) for target, count in template.required.items())
-        return present >= _NEAR_MISS_RATIO * template.required.total()
+        return present >= self.near_miss_ratio * template.required.total()
 
     def _look_for(self, template: Template, dialect: str) -> Iterator[Proposal]:
         matcher = self._matcher(template, strict=False)
@@ -317,7 +319,8 @@ class PatternSearch:
 
     def _record_near_miss(self, template: Template, root: Node, miss: NearMiss) -> None:
         refusal = self._miss_refusal(template, miss)
-        if refusal.matched >= max(2, refusal.wanted * _NEAR_MISS_RATIO):
+        least = max(2, refusal.wanted * self.near_miss_ratio) if self.near_miss_ratio else 0
+        if refusal.matched >= least:
             self._record_miss(root, refusal)
 
     def _record_miss(self, root: Node, refusal: Refusal) -> None:
@@ -347,6 +350,32 @@ class PatternSearch:
     def _position(self, node: Node | None) -> int | None:
         origin = self.graph.origins.get(node) if node is not None else None
         return origin[-1] if origin else None
+
+
+def nearest_attempt(rule: PatternRule, context: RuleContext) -> Proposal:
+    """Return the place where most operations of a pattern matched, however few, and what stopped it.
+
+    A candidate is a place where it matches. If nothing that the pattern returns occurs, the reason names the operators of the pattern that the graph has not.
+    """
+    search = PatternSearch(rule, context, near_miss_ratio=0.0)
+    proposals = list(search.run())
+    candidates = [proposal for proposal in proposals if isinstance(proposal, Candidate)]
+    if candidates:
+        return candidates[0]
+    refusals = [proposal for proposal in proposals if isinstance(proposal, Refusal)]
+    if refusals:
+        return max(refusals, key=lambda r: (r.matched / max(r.wanted, 1), r.matched))
+    graph, best = search.graph, Counter[Any]()
+    for dialect in graph.dialects:
+        for template in rule.variants.loose(dialect, graph.dtypes):
+            present = Counter({target: len(nodes) for target, nodes in graph.by_target.items()})
+            missing = template.required - present
+            if not best or missing.total() < best.total():
+                best = missing
+    if not best:
+        return Refusal(rule.name, (), "the graph has its operators, but not what the pattern returns")
+    names = ", ".join(f"'{target}'" for target in best)
+    return Refusal(rule.name, (), f"the graph has too few operators for it: {names}")
 
 
 def _attempt_key(root: Node, template: Template, example: PatternExample, state: MatchState) -> Any:

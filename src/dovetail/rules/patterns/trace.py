@@ -21,7 +21,6 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._device import DeviceContext
 
 from dovetail.errors import DovetailError
@@ -298,10 +297,12 @@ class FakeEnvironment:
     """
 
     def __init__(self) -> None:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
         self.env = ShapeEnv()
         self.mode = _FakeMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.symbols: dict[Any, Any] = {}
-        self._envs: dict[int, ShapeEnv] = {}
+        self._envs: dict[int, Any] = {}
 
     def added_guards(self) -> list[str]:
         """Return the guards on sizes that were added here and that the graph does not have itself."""
@@ -340,6 +341,8 @@ class FakeEnvironment:
         )
         hint = int(hints.get(symbol, 8))
         source = ConstantSource(f"pattern_{len(self.symbols)}")
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
         copy: Any = self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
         # A guard that follows from the bounds of the graph's own symbol is not an added one.
         bounds = size.node.shape_env.var_to_range.get(symbol)
