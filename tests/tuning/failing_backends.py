@@ -1,5 +1,6 @@
 """Backends that fail in the ways that compilers do, importable by worker processes."""
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -44,6 +45,27 @@ class Hangs(_Takes):
     name = "hangs"
 
     def compile(self, region: Region, examples: Sequence[Any]) -> Any:
+        time.sleep(1000)
+
+
+class Loops(_Takes):
+    """Never ends, in Python code."""
+
+    name = "loops"
+
+    def compile(self, region: Region, examples: Sequence[Any]) -> Any:
+        while True:
+            time.sleep(0.001)
+
+
+class LoopsOn(_Takes):
+    """Never ends, and goes on after the first error that it gets."""
+
+    name = "loops_on"
+
+    def compile(self, region: Region, examples: Sequence[Any]) -> Any:
+        with contextlib.suppress(Exception):
+            time.sleep(1000)
         time.sleep(1000)
 
 

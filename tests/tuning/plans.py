@@ -1,6 +1,6 @@
 """Plans made by hand for small models, and what tests ask of a compiled one."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import dovetail
-from dovetail import Plan, Region
+from dovetail import Backend, Plan, Region
 from dovetail.outlining.region import graph_key
 from dovetail.passes.pass_manager import Pipeline
 from dovetail.runtime.presets import Mode, blocks
-from dovetail.tuning.apply_plan import environment_of
+from dovetail.tuning.apply_plan import PlanApplication, environment_of
 from dovetail.tuning.check_plan import capture_for_plan
 from dovetail.tuning.decisions import BlockDecision, BodyDecision, GraphDecision, RegionChoice
 
@@ -81,6 +81,25 @@ def plan_for(
     return Plan().with_decisions(
         mode, environment_of(gm), graphs=graphs, blocks=divided or {}, bodies=bodies or {}
     )
+
+
+def application(plan: Plan, model: nn.Module) -> PlanApplication:
+    """A plan that is applied to graphs of a model in the mode that it is in."""
+    mode: Mode = "training" if model.training else "inference"
+    return PlanApplication(plan, mode, environment_of(captured(model)))
+
+
+class Fake(Backend):
+    """Doubles what a body returns, so that a result shows which bodies it ran."""
+
+    name = "fake"
+    trains = True
+
+    def supports(self, region: Any) -> Any:
+        return True
+
+    def compile(self, region: Any, examples: Sequence[Any]) -> Any:
+        return lambda *operands: tuple(2 * result for result in region.body(*operands))
 
 
 def kinds(compiled: Any) -> list[str]:

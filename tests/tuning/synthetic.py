@@ -5,6 +5,7 @@ pairs of kinds, which no sum of parts predicts.
 """
 
 import itertools
+import pickle
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,8 @@ from dovetail.tuning.decisions import RegionChoice
 from dovetail.tuning.environment import Environment
 from dovetail.tuning.measurement import Measurement
 from dovetail.tuning.measuring import Measurer
-from dovetail.tuning.plan import Plan
+from dovetail.tuning.plan import Plan, body_entry
+from dovetail.tuning.preparation import Prepared, prepare
 from dovetail.tuning.region_candidates import EXISTING
 from dovetail.tuning.search import Searched, search
 from dovetail.tuning.search_space import GraphState, SearchSpace
@@ -36,7 +38,7 @@ from dovetail.tuning.trial import (
     RegionTrial,
     Trial,
 )
-from dovetail.tuning.tune import Prepared, prepare
+from tests.tuning.helpers import FakeClock
 
 HERE = Environment("cpu: synthetic", "", "2.13.0", "3.11.7", 1, ())
 US = 1e-6
@@ -65,10 +67,21 @@ class Costs:
 
 
 class SyntheticDevice:
-    """Answers trials from planted costs; every sample of one has the same value, but for `noise`."""
+    """Answers trials from planted costs; every sample of one has the same value, but for `noise`.
 
-    def __init__(self, space: SearchSpace, costs: Costs, *, noise: float = 0.0, delay: float = 0.0) -> None:
-        self.space, self.costs, self.noise, self.delay = space, costs, noise, delay
+    A trial takes `delay` seconds, of a clock that is moved if there is one.
+    """
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        costs: Costs,
+        *,
+        noise: float = 0.0,
+        delay: float = 0.0,
+        clock: FakeClock | None = None,
+    ) -> None:
+        self.space, self.costs, self.noise, self.delay, self.clock = space, costs, noise, delay, clock
         self.trials: list[Trial] = []
         self.log: Callable[[Trial], None] = lambda trial: None
         self.restarts = 0
@@ -83,8 +96,14 @@ class SyntheticDevice:
     def measure(self, trial: Trial, timeout: float) -> Measurement:
         self.trials.append(trial)
         self.log(trial)
-        if self.delay:
+        if self.clock is not None:
+            self.clock.now += self.delay
+        elif self.delay:
             time.sleep(self.delay)
+        return self.answer(trial)
+
+    def answer(self, trial: Trial) -> Measurement:
+        """Return the planted result of a trial."""
         generator = random.Random(trial.subject.digest)
 
         def samples(seconds: float) -> list[float]:
@@ -139,7 +158,7 @@ class SyntheticDevice:
     def _members(self, key: str, region: RegionChoice) -> float:
         block = self.space.blocks[key].block
         units = self.units(key)
-        return sum(units[k] for k in {block.unit_of[i] for i in region.members if i in block.unit_of})
+        return sum(units[k] for k in {block.unit_of[i] for i in region.taken if i in block.unit_of})
 
     def region(self, key: str, region: RegionChoice, backend: str) -> float:
         return self.costs.regions(region.kind, self._members(key, region), backend)
@@ -153,7 +172,7 @@ class SyntheticDevice:
         total = 0.0
         for number, (region, backend) in enumerate(regions):
             total += self.region(key, region, backend)
-            for position in region.members:
+            for position in region.taken:
                 if position in block.unit_of:
                     owner[block.unit_of[position]] = (number, backend)
                     kinds[block.unit_of[position]] = (region.kind, backend)
@@ -190,12 +209,37 @@ class SyntheticDevice:
         for candidate in space.candidates:
             is_outlined = candidate.choice in block.regions
             if is_outlined or candidate.choice.rule == EXISTING:
-                by_scope = plan.bodies.get(candidate.key)
+                by_scope = plan.bodies.get(body_entry(candidate.key, space.candidate_operands(candidate)))
                 if by_scope is not None:
                     (body,) = by_scope.values()
                     if body.backend is not None:
                         chosen.append((candidate.choice, body.backend.name))
         return self.division(key, chosen)
+
+
+class PlantedRunner:
+    """Answers trials in the process of a worker as a `SyntheticDevice` does; sent there instead of a `TrialRunner`."""
+
+    costs = Costs()
+    noise = delay = 0.0
+    space = b""
+    """The search space, pickled; derived from the model where there is none, which takes seconds."""
+
+    def __init__(self, backends: list[Backend], device: str) -> None:
+        self._names = tuple(backend.name for backend in backends)
+        self._device: SyntheticDevice | None = None
+
+    def load_model(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: Any
+    ) -> None:
+        space = pickle.loads(self.space) if self.space else prepared(model, *args, backends=self._names).space
+        self._device = SyntheticDevice(space, self.costs, noise=self.noise, delay=self.delay)
+
+    def load_block(self, block: Block) -> None: ...
+
+    def run(self, trial: Trial) -> Measurement:
+        assert self._device is not None
+        return self._device.measure(trial, 60.0)
 
 
 def _name(node: Any) -> str:
@@ -258,6 +302,33 @@ class Siblings(nn.Module):
         return torch.nn.functional.gelu(self.up(x)), self.gate(x), self.skip(x)
 
 
+class Merging(nn.Module):
+    """Two pairs of sibling products, and a table that depends on no input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 12)
+        self.c, self.d = nn.Linear(8, 16), nn.Linear(8, 20)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first, second = self.a(x), self.b(x)
+        x = first.sort().values + torch.arange(8).cos()
+        return second, self.c(x), self.d(x)
+
+
+class Normalized(nn.Module):
+    """Elementwise work before a norm, written out: only a round after that of the library takes both into one region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = torch.tanh(x) * y
+        z = z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+        return torch.sigmoid(z) * 0.5
+
+
 def prepared(model: nn.Module, *inputs: Tensor, backends: tuple[str, ...] = ("a", "b")) -> Prepared:
     torch.manual_seed(0)
     ready = prepare(model.eval(), inputs or (torch.randn(4, 8),), None, [Planted(name) for name in backends])
@@ -274,12 +345,10 @@ def run(
     *,
     budget: float = 1e6,
     trial_seconds: float = 60.0,
-    lease_margin: float = 30.0,
     seed: int = 0,
 ) -> Searched:
-    measurer = Measurer(
-        store, HERE, device, budget=budget, trial_seconds=trial_seconds, lease_margin=lease_margin
-    )
+    clock = device.clock or time.monotonic
+    measurer = Measurer(store, HERE, device, budget=budget, trial_seconds=trial_seconds, clock=clock)
     return search(
         ready.space,
         measurer,

@@ -13,7 +13,6 @@ from torch.fx import GraphModule, Interpreter, Node
 import dovetail
 from dovetail.ir.dependencies import Index
 from dovetail.passes.pass_manager import Pipeline
-from dovetail.tuning.apply_plan import make_pass
 from dovetail.tuning.block import (
     Block,
     blocks_of,
@@ -22,7 +21,9 @@ from dovetail.tuning.block import (
     record_inputs,
     take_out,
 )
+from dovetail.tuning.check_plan import capture_for_plan
 from dovetail.tuning.decisions import PassChoice
+from dovetail.tuning.plan_passes import make_pass
 from tests.tuning.plans import Layers, X
 from tests.tuning.synthetic import Siblings
 from tests.zoo_graphs import zoo_graph, zoo_inputs
@@ -108,6 +109,37 @@ def test_layers_of_other_sizes_are_not() -> None:
     assert [block.calls for block in equal.values()] == [3]
     tapered = blocks_of(dovetail.capture(Tapered(8, 6, 4, 2).eval(), (X,)))[0]
     assert {block.calls for block in tapered.values()} == {1}
+
+
+class Scaled(Layers):
+    """Takes what models of transformers take: arguments by name, more that are swallowed, and a nested one."""
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, scale: float = 2.0, pair: Any = None, **kwargs: Any
+    ) -> Tensor:
+        y = super().forward(x) * scale
+        return y if mask is None else y * mask + pair["second"] - pair["first"]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((X,), {}),
+        ((), {"x": X}),
+        ((X,), {"scale": 3.0}),
+        ((), {"pair": {"second": X + 2, "first": X + 1}, "mask": X > 0, "x": X}),
+        ((X, X > 0), {"pair": {"first": X + 1, "second": X + 2}, "scale": 0.5}),
+    ],
+)
+def test_inputs_are_recorded_for_calls_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    model = Scaled().eval()
+    _, blocks = recorded(capture_for_plan(model, args, kwargs), *args, **kwargs)
+    layer = repeated(blocks)
+    (value,) = [v for v in layer.inputs if isinstance(v, Tensor) and v.shape == X.shape]
+    torch.testing.assert_close(value, X.sin() + 1)
+    assert all(
+        block.inputs or not block.program.graph.find_nodes(op="placeholder") for block in blocks.values()
+    )
 
 
 def test_keys_do_not_depend_on_weights_or_names() -> None:
@@ -204,6 +236,14 @@ def test_gradients_are_required_of_what_is_recorded_for_training() -> None:
     assert all(block.program.training for block in blocks.values())
     assert operand_description(repeated(blocks).program, repeated(blocks).inputs) == (
         "float32[3, 8] grad, float32[8, 8] weight, float32[8] weight"
+    )
+    frozen = Layers().train()
+    for layer in frozen.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.bias.requires_grad_(False)
+    _, blocks = recorded(dovetail.capture(frozen, (x,)), x, grad=True)
+    assert operand_description(repeated(blocks).program, repeated(blocks).inputs) == (
+        "float32[3, 8] grad, float32[8, 8] weight, float32[8] frozen weight"
     )
     _, blocks = recorded(dovetail.capture(Layers().eval(), (X,)), X)
     assert not any(block.inputs[0].requires_grad for block in blocks.values())

@@ -9,6 +9,7 @@ import torch
 
 from dovetail import InvalidArgument
 from dovetail.tuning import environment as module
+from dovetail.tuning.apply_plan import environment_of_call
 from dovetail.tuning.environment import Environment, current_environment
 
 H200 = Environment(
@@ -28,7 +29,11 @@ def test_the_key_is_the_same_in_every_release() -> None:
 
 @pytest.mark.parametrize("field", dataclasses.fields(Environment), ids=lambda field: field.name)
 def test_every_field_is_part_of_the_key(field: Any) -> None:
-    other = {"threads": 9, "packages": (("triton", "3.5.0"),)}.get(field.name, "other")
+    other = {
+        "threads": 9,
+        "packages": (("triton", "3.5.0"),),
+        "settings": (("matmul", "high"),),
+    }.get(field.name, "other")
     assert dataclasses.replace(H200, **{field.name: other}).key != H200.key
 
 
@@ -53,6 +58,7 @@ def test_json_gives_the_environment_back() -> None:
         {"packages": "triton"},
         {"packages": [["triton"]]},
         {"packages": [["triton", 3]]},
+        {"settings": [["matmul"]]},
         {"more": 1},
     ],
     ids=str,
@@ -85,6 +91,33 @@ def test_differences_name_both_versions() -> None:
         "onnxruntime not installed, was 1.31.1",
     )
     assert H200.differences(H200) == ()
+
+
+def test_settings_that_are_not_the_defaults_are_part_of_the_environment() -> None:
+    before = current_environment()
+    assert before.settings == ()
+    assert "settings" not in before.to_json()
+    torch.set_float32_matmul_precision("medium")
+    torch.use_deterministic_algorithms(True)
+    try:
+        changed = current_environment()
+        assert environment_of_call(torch.nn.Linear(2, 2), (), {}) == changed
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+    settings = dict(changed.settings)
+    assert (settings["matmul"], settings["deterministic"]) == ("medium", "True")
+    assert changed.key != before.key
+    assert Environment.from_json(changed.to_json()) == changed
+    differences = changed.differences(before)
+    assert "matmul medium, was torch's default" in differences
+    assert "deterministic torch's default, was True" in before.differences(changed)
+
+
+def test_a_precision_that_is_set_to_its_default_is_no_other_environment() -> None:
+    before = current_environment()
+    torch.set_float32_matmul_precision("highest")
+    assert current_environment() == before
 
 
 def test_the_current_environment_is_that_of_the_process() -> None:

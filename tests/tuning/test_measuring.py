@@ -50,6 +50,19 @@ def test_a_trial_that_a_small_budget_stopped_is_tried_again_with_a_larger_one(me
     assert large.get(TRIAL) == Measurement((0.5,))
 
 
+def test_a_trial_that_hung_is_not_waited_for_again_within_the_same_time(memory: Store) -> None:
+    Measurer(memory, HERE, Scripted(None), budget=40.0, trial_seconds=12.0).measure("phase", [TRIAL])
+    again = Measurer(memory, HERE, Scripted(), budget=40.0, trial_seconds=12.0)
+    again.measure("phase", [TRIAL])
+    stopped = again.get(TRIAL)
+    assert stopped is not None
+    assert "longer than 12 s" in stopped.failure
+    assert (again.measured, again.reused, again.failures) == (0, 1, 1)
+    shorter = Measurer(memory, HERE, Scripted(), budget=40.0, trial_seconds=5.0)
+    shorter.measure("phase", [TRIAL])
+    assert shorter.get(TRIAL) == stopped
+
+
 def test_a_trial_that_takes_longer_than_any_may_is_a_failure_for_good(memory: Store) -> None:
     measurer = Measurer(memory, HERE, Scripted(None), budget=40.0 * TRIAL_SECONDS)
     measurer.measure("phase", [TRIAL])

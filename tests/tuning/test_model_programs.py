@@ -13,9 +13,9 @@ from dovetail.tuning.decisions import BackendChoice, GraphDecision
 from dovetail.tuning.executor import InProcess, TunedModel
 from dovetail.tuning.model_programs import InvalidProgram, ModelPrograms
 from dovetail.tuning.plan import Plan
+from dovetail.tuning.preparation import prepare
 from dovetail.tuning.timing import Timer, peak_bytes
 from dovetail.tuning.trial import ComparisonTrial, ProgramSpec, ProgramTrial
-from dovetail.tuning.tune import prepare
 from tests.tuning.failing_backends import IsWrong, Raises, Works
 
 CPU = torch.device("cpu")

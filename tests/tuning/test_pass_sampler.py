@@ -6,25 +6,24 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from dovetail import InvalidGraph
-from dovetail.tuning import pass_sampler
+from dovetail.tuning import pass_sampler, preparation
 from dovetail.tuning.decisions import PassChoice
 from dovetail.tuning.division_search import DivisionSearch
 from dovetail.tuning.measurement import Measurement
 from dovetail.tuning.measuring import Measurer
 from dovetail.tuning.pass_sampler import PassSampler
+from dovetail.tuning.preparation import Prepared
 from dovetail.tuning.search_space import GraphState, explore
 from dovetail.tuning.store import Store
 from dovetail.tuning.trial import OperationsTrial, Trial
-from dovetail.tuning.tune import Prepared
 from tests.tuning.helpers import FakeClock
 from tests.tuning.synthetic import (
     HERE,
     Chain,
     Costs,
+    Merging,
     SyntheticDevice,
     cost_of,
     prepared,
@@ -33,20 +32,6 @@ from tests.tuning.synthetic import (
 )
 
 FIRST, SECOND = "aten.linear.default 4x8 to [8, 12]", "aten.linear.default 4x8 to [16, 20]"
-
-
-class Merging(nn.Module):
-    """Two pairs of sibling products, and a table that depends on no input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 12)
-        self.c, self.d = nn.Linear(8, 16), nn.Linear(8, 20)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        first, second = self.a(x), self.b(x)
-        x = first.sort().values + torch.arange(8).cos()
-        return second, self.c(x), self.d(x)
 
 
 @cache
@@ -131,7 +116,10 @@ def test_pipelines_have_each_pass_once_with_the_options_of_the_space(memory: Sto
     sampled = Sampling(limited(3), memory).run()
     assert len(sampled.pipelines) == pass_sampler._MAX_SAMPLES
     names = [[choice.name for choice in pipeline] for pipeline in sampled.pipelines]
-    assert all(len(set(each)) == len(each) for each in names)
+    # Only fusing comes twice, then with other rules.
+    assert all(len({*map(str, pipeline)}) == len(pipeline) for pipeline in sampled.pipelines)
+    assert all(len({*each} - {"Fuse"}) == len(each) - each.count("Fuse") for each in names)
+    assert max(each.count("Fuse") for each in names) == 2
     assert {name for each in names for name in each} >= {"FoldConstants", "MergeParallel", "Fuse"}
     merges = [c.options for p in sampled.pipelines for c in p if c.name == "MergeParallel"]
     assert all(options["materialise"] is True for options in merges)
@@ -235,9 +223,7 @@ def test_states_whose_operations_fail_are_passed_over(memory: Store) -> None:
 def test_a_pass_that_refuses_the_graph_of_a_pipeline_is_passed_over(
     memory: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dovetail.tuning import tune
-
-    make = tune.make_pass
+    make = preparation.make_pass
 
     def make_pass(choice: PassChoice) -> Any:
         def refuse(gm: Any) -> Any:
@@ -246,7 +232,7 @@ def test_a_pass_that_refuses_the_graph_of_a_pipeline_is_passed_over(
         return refuse if choice.name == "FoldConstants" else make(choice)
 
     ready = limited(3)
-    monkeypatch.setattr(tune, "make_pass", make_pass)
+    monkeypatch.setattr(preparation, "make_pass", make_pass)
     sampled = Sampling(ready, memory).run()
     assert len(sampled.pipelines) == pass_sampler._MAX_SAMPLES
 
@@ -271,7 +257,8 @@ def test_a_sampled_state_wins_the_search_where_it_is_the_fastest(memory: Store) 
         assert state is not None
         (merge,) = [choice for choice in state.pipeline if choice.name == "MergeParallel"]
         assert SECOND in merge.options["groups"]
-    assert best[0] == pytest.approx(best[1])
+    # Forty samples are not all pipelines: that without folding the table too may remain.
+    assert best[0] <= best[1] <= 1.1 * best[0]
 
 
 def test_a_complete_space_is_not_sampled(memory: Store) -> None:

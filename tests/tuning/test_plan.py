@@ -147,23 +147,69 @@ def test_a_difference_has_a_line_for_each_decision_that_is_another() -> None:
         "inference", HERE, bodies={"k1": replace(BODY, backend=None), "k3": AS_IT_IS}
     )
     lines = plan.diff(changed).splitlines()
+    at = f"inference on cpu: test, torch 2.13.0 ({HERE.key[:6]})"
     assert lines == [
-        'body k1 inference: rms_norm_0: inductor(options={"a": [1, 2]}), 1.5 ms [1.4 ms, 1.6 ms] -> as it is, '
+        f'body k1 {at}: rms_norm_0: inductor(options={{"a": [1, 2]}}), 1.5 ms [1.4 ms, 1.6 ms] -> as it is, '
         "1.5 ms [1.4 ms, 1.6 ms]",
-        "body k3 inference: added: rest_1: as it is",
+        f"body k3 {at}: added: rest_1: as it is",
     ]
-    assert changed.diff(plan).splitlines()[1] == "body k3 inference: removed: rest_1: as it is"
+    assert changed.diff(plan).splitlines()[1] == f"body k3 {at}: removed: rest_1: as it is"
 
 
 def test_explain_has_the_choice_its_time_the_runner_up_and_what_was_rejected() -> None:
     text = example().explain()
     assert "measured on cpu: test, torch 2.13.0" in text
-    assert "graph g1 (inference) decoder: MergeParallel(" in text
+    assert f"graph g1 (inference on cpu: test, torch 2.13.0 ({HERE.key[:6]})) decoder: MergeParallel(" in text
     assert "-> regions of its blocks, 1.5 ms [1.4 ms, 1.6 ms]" in text
     assert "runner-up: torch.compile, 2 ms [1.9 ms, 2.1 ms]: slower by 33 %" in text
     assert "rejected: the model as it is: 3 times slower" in text
-    assert "block b1 (inference) block of 54 operations: rms_norm (3), tail (2)" in text
+    assert "block of 54 operations: rms_norm (3), tail (2)" in text
+    assert "  optimal by the measured costs" in text
+    assert "  not compared with other programs, for lack of time" in text
     assert repr(example()) == str(example()) == "Plan(1 graph, 1 block, 2 bodies, 3 environments)"
+
+
+def test_explain_has_how_certain_a_decision_is() -> None:
+    def explained(decision: GraphDecision) -> str:
+        return Plan().with_decisions("inference", HERE, graphs={"g": decision}).explain()
+
+    confirmed = replace(GRAPH, is_confirmed=True, noise=0.021, undecided=3)
+    assert "  confirmed in a fresh process; noise 2.1%; 3 programs undecided" in explained(confirmed)
+    assert "  not confirmed in a fresh process; noise 2.1%" in explained(
+        replace(confirmed, is_confirmed=False)
+    )
+    # One environment needs no name in each line.
+    assert "graph g (inference) decoder: " in explained(confirmed)
+    # What was measured is no difference, as long as the same is decided.
+    plans = [
+        Plan().with_decisions("inference", HERE, graphs={"g": decision}) for decision in (GRAPH, confirmed)
+    ]
+    assert plans[0].diff(plans[1]) == ""
+    bounded = Plan().with_decisions("inference", HERE, blocks={"b": replace(BLOCK, gap=0.05)})
+    assert "  at most 5.0% from optimal by the measured costs" in bounded.explain()
+
+
+def test_ranges_of_sizes_belong_to_the_mode_and_environment_they_were_measured_in() -> None:
+    pattern = "float32[n, 8]"
+    plan = Plan().with_decisions("inference", HERE, sizes={pattern: ((2, 16), (17, 64))})
+    assert Plan.from_json(plan.to_json()) == plan
+    other = Plan().with_decisions("inference", HERE, sizes={pattern: ((10, 20), (80, 90))})
+    # Of two that overlap, the later one is used: a size is in one range only.
+    assert (plan | other).sizes == {pattern: {Scope("inference", HERE.key): ((10, 20), (80, 90))}}
+    assert (other | plan).sizes == {
+        pattern: {Scope("inference", HERE.key): ((2, 16), (17, 64), (80, 90))},
+    }
+    training = plan | Plan().with_decisions("training", THERE, sizes={pattern: ((5, 6),)})
+    assert len(training.sizes[pattern]) == 2
+    assert plan.diff(training) == (
+        f"sizes of {pattern} training on cpu: test, torch 2.14.0 ({THERE.key[:6]}): none -> 5 to 6"
+    )
+    assert f"sizes of {pattern} (inference): 2 to 16, 17 to 64" in plan.explain()
+
+
+def test_a_plan_differs_from_plans_only() -> None:
+    with pytest.raises(InvalidArgument, match="a plan differs from another plan, not from a dict"):
+        example().diff({})  # type: ignore[arg-type]
 
 
 def edited(change: Any) -> str:
@@ -239,6 +285,14 @@ WRONG: dict[str, tuple[str, str]] = {
     "execution": (
         edited(lambda d: at(d, "graphs").update(execution="eager")),
         f"is not a valid plan: graphs.g1.inference@{HERE.key}.execution: 'eager' is not one of 'regions', ",
+    ),
+    "too large": (
+        edited(lambda d: at(d, "bodies")["seconds"].update(median=10**400)),
+        f"is not a valid plan: bodies.k1.inference@{HERE.key}.seconds.median: 10000",
+    ),
+    "not finite": (
+        edited(lambda d: at(d, "bodies")["seconds"].update(low=float("nan"))),
+        f"is not a valid plan: bodies.k1.inference@{HERE.key}.seconds.low: nan is not a finite number.",
     ),
     "null": (
         edited(lambda d: at(d, "blocks").update(regions=None)),

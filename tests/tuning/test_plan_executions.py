@@ -15,8 +15,9 @@ from dovetail import InvalidArgument, LoweringError, Plan, PlanMismatch
 from dovetail.lowering.backend_protocol import by_name
 from dovetail.runtime import capture_cache
 from dovetail.runtime.own_forward import GuardedForward, TorchCompiledForward
+from dovetail.tuning.apply_plan import environment_of
 from dovetail.tuning.decisions import BackendChoice, BodyDecision, GraphDecision
-from dovetail.tuning.tune import prepare
+from dovetail.tuning.preparation import prepare
 from tests.lowering.helpers import Counting
 from tests.tuning.failing_backends import Works
 from tests.tuning.plans import Layers, X, block_of, captured, halves, kinds, messages, plan_for
@@ -275,6 +276,19 @@ def test_torch_compile_applies_plans_for_the_captured_model(tmp_path: Path, capl
             assert other.compiled == ["rest_0", "rest_1"]
     # The graph of torch.compile has the weights as inputs, and the same key.
     assert not [r for r in caplog.records if "the graph" in r.message and "plan" in r.message]
+
+
+def test_torch_compile_reports_ranges_of_sizes_that_it_does_not_follow(caplog: Any) -> None:
+    model = Layers().eval()
+    sized = Plan().with_decisions(
+        "inference", environment_of(captured(model)), sizes={"float32[n, 8]": ((2, 8),)}
+    )
+    for plan, expected in ((sized, True), (plan_for(model, X, decision=GraphDecision("layers")), False)):
+        caplog.clear()
+        with torch.no_grad(), caplog.at_level("WARNING", "dovetail"):
+            fast = compiled_by_dynamo(model, plan, backends=Counting("mine"), cache=False)
+            torch.testing.assert_close(fast(X), model(X))
+        assert ("ranges of sizes, which captures of torch.compile do not follow" in caplog.text) == expected
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)

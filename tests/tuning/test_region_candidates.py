@@ -12,9 +12,9 @@ import dovetail
 from dovetail import Backend, Decline
 from dovetail.outlining.region import Region, regions
 from dovetail.passes.pass_manager import Pipeline
-from dovetail.tuning.apply_plan import make_pass
 from dovetail.tuning.block import Block, blocks_of
 from dovetail.tuning.decisions import PassChoice
+from dovetail.tuning.plan_passes import make_pass
 from dovetail.tuning.region_candidates import (
     EXISTING,
     MAX_CANDIDATES,
@@ -304,3 +304,23 @@ def test_clones_of_operations_of_another_block_are_in_no_candidate() -> None:
     expected = [c for c in candidates if 1 not in c.units]
     assert candidates_of(copied, [])[0] == expected
     assert len(expected) < len(candidates)
+
+
+class ChangesSizes(nn.Module):
+    """Reads a value after its sizes were changed in place."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        z = torch.tanh(x) * y
+        wider = z.unsqueeze_(0)
+        return torch.sigmoid(torch.exp(z) + 1) * 2, wider
+
+
+def test_the_key_of_a_candidate_is_of_the_values_that_its_operations_read() -> None:
+    gm = dovetail.capture(torch.fx.symbolic_trace(ChangesSizes()), (torch.randn(4, 8), torch.randn(4, 8)))
+    by_name = {node.name: node for node in gm.graph.nodes}
+    # As tracers that do not run the graph record it: what the operation has returned.
+    by_name["mul"].meta["val"] = by_name["tanh"].meta["val"]
+    block = largest(gm)
+    candidates, _ = candidates_of(block, [])
+    assert len(candidates) > 2
+    assert [c.key for c in candidates] == [region_of(block, c.choice).key for c in candidates]

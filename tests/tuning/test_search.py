@@ -9,15 +9,24 @@ import torch
 from torch import nn
 
 from dovetail.tuning.block import Block
+from dovetail.tuning.decisions import BackendChoice, Spread
+from dovetail.tuning.division_search import BlockChoice, DivisionSearch
 from dovetail.tuning.measurement import Measurement
-from dovetail.tuning.program_search import outlined_regions
+from dovetail.tuning.measuring import Measurer
+from dovetail.tuning.program_search import ProgramSearch, outlined_regions
+from dovetail.tuning.region_candidates import RegionCandidate
 from dovetail.tuning.search_space import explore
 from dovetail.tuning.store import Store
-from dovetail.tuning.trial import ComparisonTrial, ProgramSpec, Trial
+from dovetail.tuning.trial import BlockDivision, ComparisonTrial, ProgramSpec, Trial
 from dovetail.tuning.tune import run_search
+from tests.tuning.helpers import FakeClock
+from tests.tuning.postgresql_server import Server
 from tests.tuning.synthetic import (
+    HERE,
     Chain,
     Costs,
+    Merging,
+    Normalized,
     Siblings,
     SyntheticDevice,
     cost_of,
@@ -127,6 +136,32 @@ def test_the_better_order_of_fusing_and_merging_wins(fusing_first: bool) -> None
     assert tuple(c.name for c in state.pipeline) == expected
 
 
+@pytest.mark.parametrize("another_round", [True, False])
+def test_regions_of_another_round_of_fusing_win_where_they_are_faster(another_round: bool) -> None:
+    ready = prepared(Normalized(), torch.randn(4, 8), torch.randn(4, 8))
+
+    def region(kind: str, seconds: float, backend: str) -> float:
+        # Of groups only that of eight operations, of which six are the norm.
+        is_fast = (kind, seconds) == ("group", 80.0) if another_round else kind == "rms_norm"
+        return 0.1 * seconds if is_fast and backend == "a" else 1.2 * seconds
+
+    device = SyntheticDevice(ready.space, Costs(operations=lambda name, _: 10.0, regions=region))
+    with Store("sqlite://") as store:
+        searched = run(ready, device, store)
+    best, _ = exhaustive(device, ["a", "b"])
+    assert cost_of(searched, device) <= 1.02 * best
+    assert searched.outcome is not None
+    (choice,) = searched.outcome.winner.choices.values()
+    ((chosen, backend),) = choice.division.regions
+    assert backend.name == "a"
+    (space,) = ready.space.blocks.values()
+    (candidate,) = [c for c in space.candidates if c.choice == chosen]
+    if another_round:
+        assert candidate.rules == ("fuse_library_groups",)
+    else:
+        assert candidate.choice.kind == "rms_norm"
+
+
 def test_a_backend_that_loses_everywhere_leaves_the_model_as_it_is() -> None:
     ready = prepared(Chain())
     device = SyntheticDevice(ready.space, Costs(regions=lambda kind, seconds, backend: 1.5 * seconds))
@@ -180,7 +215,7 @@ def test_equal_layers_are_measured_once() -> None:
 @pytest.mark.parametrize("seconds", [0.1, 0.5, 1.5])
 def test_a_budget_that_is_too_small_still_gives_a_plan_that_applies(seconds: float) -> None:
     ready = prepared(Chain())
-    device = SyntheticDevice(ready.space, random_costs(2), delay=0.05)
+    device = SyntheticDevice(ready.space, random_costs(2), delay=0.05, clock=FakeClock())
     with Store("sqlite://") as store:
         searched = run(ready, device, store, budget=seconds)
     assert searched.outcome is not None
@@ -245,6 +280,83 @@ def test_a_winner_that_is_slower_than_the_bare_model_is_not_confirmed() -> None:
     assert not searched.outcome.is_confirmed
 
 
+class OtherInFreshProcesses(SyntheticDevice):
+    """The whole graph by "a" is fastest, but in fresh processes it takes longer than by "b", or fails."""
+
+    fails, is_fresh = False, False
+
+    def measure(self, trial: Trial, timeout: float) -> Measurement:
+        self.is_fresh = isinstance(trial, ComparisonTrial) and trial.stage != "final"
+        measured = super().measure(trial, timeout)
+        if not (self.is_fresh and self.fails and isinstance(trial, ComparisonTrial)):
+            return measured
+        failures = {p.key: "Crash: none" for p in trial.programs if p.name == "the whole graph by a"}
+        programs = {k: v for k, v in measured.details["programs"].items() if k not in failures}  # type: ignore[union-attr]
+        samples: Any = next(iter(programs.values()))
+        details = {"programs": programs, "again": samples, "failures": failures}
+        return Measurement(tuple(samples), details=details)
+
+    def program(self, program: ProgramSpec) -> float:
+        factors = {"the whole graph by a": 0.8 if self.is_fresh else 0.5, "the whole graph by b": 0.7}
+        return factors.get(program.name, 1.0) * self.model()
+
+
+@pytest.mark.parametrize(
+    ("fails", "reason"),
+    [
+        (False, "it was not confirmed: slower than the whole graph by b in a fresh process"),
+        (True, "it failed in a fresh process: Crash: none"),
+    ],
+)
+def test_a_winner_that_is_slower_or_fails_in_a_fresh_process_loses_its_place(
+    fails: bool, reason: str
+) -> None:
+    ready = prepared(Chain())
+    device = OtherInFreshProcesses(ready.space, Costs())
+    device.fails = fails
+    with Store("sqlite://") as store:
+        searched = run(ready, device, store)
+    assert searched.outcome is not None
+    assert searched.outcome.winner.program.name == "the whole graph by b"
+    assert searched.outcome.is_confirmed
+    (decision,) = next(iter(searched.plan.graphs.values())).values()
+    entries = [a for a in (decision.runner_up, *decision.rejected) if a is not None]
+    assert [a.reason for a in entries if a.choice == "the whole graph by a"] == [reason]
+    # What was compared before is still there.
+    assert {"eager", "torch.compile", "the model as it is"} <= {a.choice for a in entries}
+
+
+class WeightAndInput(nn.Module):
+    """Two equal parts of one block, whose products are with a weight and with an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(torch.nn.functional.linear(x.sin(), self.weight))
+        return torch.tanh(torch.nn.functional.linear(y.cumsum(0), other)).exp()
+
+
+def test_a_plan_has_one_backend_for_a_body_whatever_its_operands_are() -> None:
+    ready = prepared(WeightAndInput(), torch.randn(4, 8), torch.randn(8, 8))
+    ((key, space),) = ready.space.blocks.items()
+    by_key: dict[str, list[RegionCandidate]] = {}
+    for candidate in space.candidates:
+        by_key.setdefault(candidate.key, []).append(candidate)
+    first, second = next(c for c in by_key.values() if len(c) > 1)[:2]
+    assert space.candidate_operands(first) != space.candidate_operands(second)
+    chosen = BlockDivision(((first.choice, BackendChoice("a")), (second.choice, BackendChoice("b"))))
+    with Store("sqlite://") as store:
+        measurer = Measurer(store, HERE, SyntheticDevice(ready.space, Costs()), budget=1e6)
+        blocks = DivisionSearch(ready.space, "inference", measurer)
+        programs = ProgramSearch(
+            ready.space, blocks, measurer, mode="inference", operands="", environment=HERE
+        )
+        decided = programs._bodies({key: BlockChoice(chosen, Spread(1.0, 1.0, 1.0, 1), 1.0, None)})
+    assert [str(backend) for backend, _ in decided.values()] == ["a", "a"]
+
+
 def test_a_region_that_a_pass_left_has_a_decision_also_where_it_runs_as_it_is() -> None:
     ready = prepared(Siblings())
 
@@ -273,7 +385,7 @@ def test_blocks_of_sampled_states_are_sent_to_the_executor() -> None:
             assert set(trial.blocks) <= self.known
             return super().measure(trial, timeout)
 
-    ready = prepared(Siblings())
+    ready = prepared(Merging())
     graph, tuned = ready.space.states[0].graph, ready.tuned
     ready.space = explore(graph, tuned.args, tuned.kwargs, "inference", ready.backends, max_states=2)
     assert not ready.space.is_complete
@@ -281,3 +393,23 @@ def test_blocks_of_sampled_states_are_sent_to_the_executor() -> None:
     with Store("sqlite://") as store:
         searched = run_search(ready, store, budget=1e6, executor=device, progress=False)
     assert searched.report.states > 2
+
+
+def test_searches_on_sqlite_and_postgresql_give_the_same_bytes(tmp_path: Path, postgresql: Server) -> None:
+    ready = prepared(Chain())
+    postgresql.execute("CREATE ROLE searcher LOGIN PASSWORD 'Zq7xj'")
+    postgresql.execute("CREATE SCHEMA AUTHORIZATION searcher")
+    plans: list[str] = []
+    stored: list[Any] = []
+    for url in (str(tmp_path / "store.db"), postgresql.tcp_url("searcher", "Zq7xj")):
+        device = SyntheticDevice(ready.space, random_costs(3), noise=0.01)
+        with Store(url) as store:
+            plans.append(run(ready, device, store).plan.to_json())
+            measured = len(device.trials)
+            assert run(ready, device, store).plan.to_json() == plans[-1]
+            assert len(device.trials) == measured
+            stored.append([(vars(subject), vars(result)) for subject, result in store.results(HERE)])
+    assert plans[0] == plans[1]
+    assert stored[0] == stored[1]
+    assert "Zq7xj" not in repr((plans, stored))
+    assert "searcher" not in repr((plans, stored))

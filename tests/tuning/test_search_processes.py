@@ -25,6 +25,7 @@ def test_a_search_that_is_killed_again_and_again_ends_like_an_undisturbed_one(tm
     assert happened["plans are equal"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_two_and_four_processes_reach_the_same_plan_and_measure_nothing_twice(tmp_path: Path) -> None:
     happened = outcome("workers", tmp_path)

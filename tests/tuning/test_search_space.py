@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -16,15 +17,21 @@ from dovetail.lowering.backend_protocol import by_name
 from dovetail.outlining.region import graph_key
 from dovetail.passes.pass_manager import Pipeline
 from dovetail.tuning import search_space
-from dovetail.tuning.apply_plan import make_pass
 from dovetail.tuning.decisions import BackendChoice, PassChoice
-from dovetail.tuning.region_candidates import Pruned
-from dovetail.tuning.search_space import SearchSpace, backend_choices, explore, merge_groups
+from dovetail.tuning.division_search import DivisionSearch
+from dovetail.tuning.measuring import Measurer
+from dovetail.tuning.plan_passes import make_pass
+from dovetail.tuning.preparation import prepare
+from dovetail.tuning.region_candidates import Pruned, region_of
+from dovetail.tuning.search_space import SearchSpace, backend_choices, explore, merge_groups, next_passes
+from dovetail.tuning.store import Store
+from dovetail.tuning.tune import _search_subject
 from tests.tuning.plans import Layers, X
-from tests.tuning.synthetic import Chain, Planted, Siblings
+from tests.tuning.synthetic import Chain, Costs, Normalized, Planted, Siblings, SyntheticDevice
 
 PLANTED = (Planted("a"), Planted("b"))
 QKV, GATES = "aten.linear.default 4x8 to [8, 8, 8]", "aten.linear.default 4x8 to [16, 16]"
+X_CHAIN = torch.randn(4, 8)
 MERGE = {"materialise": True}
 
 
@@ -96,6 +103,49 @@ def test_a_graph_without_passes_that_change_it_has_one_state() -> None:
     assert space.is_complete
 
 
+def test_training_steps_with_other_gradients_share_no_measurement() -> None:
+    def subjects(*, frozen: bool = False, grad: bool = False, training: bool = True) -> set[str]:
+        model, x = Chain().train(training), X_CHAIN.clone().requires_grad_(grad)
+        model.first.weight.requires_grad_(not frozen)
+        ready = prepare(model, (x,), None, PLANTED)
+        with Store("sqlite://") as store:
+            measurer = Measurer(store, ready.environment, SyntheticDevice(ready.space, Costs()), budget=1.0)
+            blocks = DivisionSearch(ready.space, ready.tuned.mode, measurer)
+            (key,) = ready.space.blocks
+            regions = blocks.region_trials(key, blocks.whole(key))
+            trials = [blocks.operations_trial(key), *regions]
+        return {*(trial.subject.digest for trial in trials), _search_subject(ready, 1.0, None, 0).digest}
+
+    full, frozen, whole = subjects(), subjects(frozen=True), subjects(grad=True)
+    assert not full & (frozen | whole)
+    assert not frozen & whole
+    assert subjects() == full
+    # Inference computes no gradients.
+    assert subjects(training=False, frozen=True) == subjects(training=False)
+
+
+def test_states_whose_blocks_are_not_derived_by_the_deadline_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = space_of(Attending().eval())
+    now, derived = 0.0, list[str]()
+    derive = search_space.block_space
+
+    def late_after_the_first_state(block: Any, *args: Any, **options: Any) -> Any:
+        nonlocal now
+        derived.append(block.key)
+        now = 10.0 * (len(derived) >= len(whole.states[0].blocks))
+        return derive(block, *args, **options)
+
+    monkeypatch.setattr(search_space, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(search_space, "block_space", late_after_the_first_state)
+    space = space_of(Attending().eval(), deadline=5.0)
+    assert derived == list(whole.states[0].blocks)
+    assert [state.key for state in space.states] == [whole.states[0].key]
+    late = {state.label for state in whole.states[1:]}
+    assert late <= {one.what for one in space.pruned if one.reason == "not derived within the budget"}
+
+
 def test_after_its_deadline_nothing_more_is_derived() -> None:
     space = space_of(Attending().eval(), deadline=0.0)
     assert pipelines(space) == [()]
@@ -158,6 +208,46 @@ def test_orders_that_do_not_are_two() -> None:
         ["aten.linear.default 4x8 to [32, 16, 4]"],
         ["aten.linear.default 4x8 to [16, 4]"],
     ]
+
+
+def rounds_after(*rules: str) -> list[str]:
+    earlier = [PassChoice("Fuse", {"rules": name}) for name in rules]
+    graph = attending().states[0].graph
+    return [c.options["rules"] for c in next_passes(graph, earlier, "inference") if c.name == "Fuse"]
+
+
+def test_rounds_of_fusing_each_have_other_rules() -> None:
+    assert rounds_after() == ["library", "groups"]
+    assert rounds_after("library") == ["groups", "siblings"]
+    assert rounds_after("groups") == ["library", "siblings"]
+    assert rounds_after("library", "groups") == []
+
+
+def test_what_another_round_takes_in_is_a_candidate_and_no_state() -> None:
+    space = space_of(Normalized().eval(), torch.randn(4, 8), torch.randn(4, 8))
+    assert pipelines(space) == [()]
+    rounds = 'Fuse(rules="library") -> Fuse(rules="groups")'
+    assert Pruned(rounds, "its regions are candidates without it") in space.pruned
+    (block,) = space.blocks.values()
+    (taken_in,) = [c for c in block.candidates if c.rules == ("fuse_library_groups",)]
+    operations = [block.block.operation(k).removeprefix("aten.").split(".")[0] for k in taken_in.units]
+    assert operations[:2] == ["tanh", "mul"]
+    assert len(operations) == 8
+    # Its body is that of the region which the pipeline makes, without the one inside.
+    fused = Pipeline([make_pass(PassChoice("Fuse", {"rules": r})) for r in ("library", "groups")])(
+        space.states[0].graph
+    )
+    (region,) = [r for r in dovetail.regions(fused) if len(r.nodes) == 8]
+    assert region_of(block.block, taken_in.choice).nodes == region.nodes
+
+
+def test_graphs_that_differ_by_regions_that_are_candidates_are_one_state() -> None:
+    space = space_of(Siblings().eval())
+    merge = str(space.states[2].pipeline[-1])
+    # Groups leave the same two products to merge as the library does.
+    assert str(space.states[2].pipeline[0]) == 'Fuse(rules="library")'
+    same = Pruned(f'Fuse(rules="groups") -> {merge}', "its regions are candidates without it")
+    assert same in space.pruned
 
 
 def test_fusing_alone_is_pruned_with_its_reason() -> None:

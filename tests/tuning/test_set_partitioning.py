@@ -8,7 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 
 from dovetail import InvalidArgument
-from dovetail.tuning.set_partitioning import Option, divide
+from dovetail.tuning.set_partitioning import AS_IT_IS, Option, divide
 
 Edges = Sequence[tuple[int, int]]
 Boundaries = Mapping[tuple[str, str], float]
@@ -37,13 +37,19 @@ def cost_of(edges: Edges, chosen: Sequence[Option], boundaries: Boundaries) -> f
     return sum(option.seconds for option in chosen) + sum(crossed)
 
 
+def keeps_clones(chosen: Sequence[Option]) -> bool:
+    """Whether what regions clone is in no other region."""
+    cloned = frozenset[int]().union(*(option.clones for option in chosen))
+    return not any(option.is_region and option.members & cloned for option in chosen)
+
+
 def least_cost(count: int, edges: Edges, options: Sequence[Option], boundaries: Boundaries) -> float:
     best = float("inf")
 
     def extend(covered: frozenset[int], chosen: list[Option]) -> None:
         nonlocal best
         if len(covered) == count:
-            if is_acyclic(edges, [option.members for option in chosen]):
+            if keeps_clones(chosen) and is_acyclic(edges, [option.members for option in chosen]):
                 best = min(best, cost_of(edges, chosen, boundaries))
             return
         first = min(set(range(count)) - covered)
@@ -60,20 +66,18 @@ def test_small_divisions_are_optimal_and_acyclic(seed: int) -> None:
     draw = random.Random(seed)
     count = draw.randrange(3, 7)
     edges = sorted((u, v) for u in range(count) for v in range(u + 1, count) if draw.random() < 0.4)
-    options = [Option(frozenset([i]), "eager", draw.uniform(0.5, 1)) for i in range(count)]
-    options += [
-        Option(
-            frozenset(draw.sample(range(count), draw.randrange(1, count + 1))),
-            draw.choice("abc"),
-            draw.uniform(0.3, 2),
-        )
-        for _ in range(8)
-    ]
-    boundaries = {(a, b): draw.choice([0, 0.05, 0.3]) for a in "abc" for b in ("a", "b", "c", "eager")}
+    options = [Option(frozenset([i]), AS_IT_IS, draw.uniform(0.5, 1)) for i in range(count)]
+    for _ in range(8):
+        order = draw.sample(range(count), count)
+        taken = draw.randrange(1, count + 1)
+        cloned = frozenset(order[taken : taken + draw.choice([0, 0, 1, 2])])
+        options.append(Option(frozenset(order[:taken]), draw.choice("abc"), draw.uniform(0.3, 2), cloned))
+    boundaries = {(a, b): draw.choice([0, 0.05, 0.3]) for a in "abc" for b in ("a", "b", "c", AS_IT_IS)}
     division = divide(count, edges, options, boundaries)
     chosen = [options[i] for i in division.chosen]
     assert sorted(member for option in chosen for member in option.members) == list(range(count))
     assert is_acyclic(edges, [option.members for option in chosen])
+    assert keeps_clones(chosen)
     assert division.seconds == pytest.approx(cost_of(edges, chosen, boundaries))
     assert division.seconds == pytest.approx(least_cost(count, edges, options, boundaries))
     assert division.gap == pytest.approx(0, abs=1e-9)

@@ -11,6 +11,7 @@ from torch.export import Dim
 
 import dovetail
 from dovetail import InvalidArgument, Plan
+from dovetail.tuning.apply_plan import environment_of_call
 from dovetail.tuning.size_ranges import SizedExample, describe_inputs, dynamic_shapes_for, sized_examples
 
 
@@ -231,7 +232,9 @@ class Scorer(nn.Module):
 def compiled(
     sizes: Mapping[str, tuple[tuple[int, int], ...]], **options: Any
 ) -> tuple[nn.Module, Any, Callable[[int], Tensor]]:
-    model, plan = Scorer().eval(), Plan(sizes=sizes)
+    model = Scorer().eval()
+    here = environment_of_call(model, (), {})
+    plan = Plan().with_decisions("inference", here, sizes=sizes)
     fast = dovetail.compile(model, (torch.arange(4)[None],), plan=plan, backends=[], **options)
     return model, fast, lambda size: torch.arange(size)[None] % 16
 

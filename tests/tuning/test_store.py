@@ -2,20 +2,20 @@
 
 import json
 import math
-import sqlite3
 import struct
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+import sqlalchemy as sa
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dovetail.errors import StoreError
 from dovetail.tuning.store import Measurement, Store, Subject
-from tests.tuning.helpers import BODY, DONE, FAILED, HERE, THERE, FakeClock, body, measured
+from tests.tuning.helpers import BODY, DONE, FAILED, HERE, THERE, FakeClock, body, measured, new_environment
 
 # Round trips
 
@@ -45,15 +45,15 @@ RESULTS = st.builds(Measurement, st.lists(SECONDS, min_size=1).map(tuple), **RES
 
 
 @given(results=st.lists(RESULTS, min_size=1, max_size=4))
-@settings(max_examples=25, deadline=None)
-def test_measurements_come_back_bit_for_bit(results: list[Measurement]) -> None:
-    with Store("sqlite://") as store:
-        for number, result in enumerate(results):
-            measured(store, body(number), result)
-            again = store.get(body(number), HERE)
-            assert again == result
-            assert bits(again) == bits(result)
-            assert json.dumps(again.details, sort_keys=True) == json.dumps(result.details, sort_keys=True)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_measurements_come_back_bit_for_bit(store: Store, results: list[Measurement]) -> None:
+    environment = new_environment()
+    for number, result in enumerate(results):
+        measured(store, body(number), result, environment)
+        again = store.get(body(number), environment)
+        assert again == result
+        assert bits(again) == bits(result)
+        assert json.dumps(again.details, sort_keys=True) == json.dumps(result.details, sort_keys=True)
 
 
 @pytest.mark.parametrize("error", [math.inf, -0.0, 5e-324])
@@ -78,8 +78,26 @@ def test_a_failure_is_a_result_with_its_reason(store: Store) -> None:
     assert store.acquire(BODY, HERE, seconds=10) is None
 
 
-def test_text_that_no_database_holds_is_escaped() -> None:
-    assert Measurement((), failure="a\0b\udc80").failure == "a\\x00b\\udc80"
+def test_text_that_no_database_holds_is_escaped(store: Store) -> None:
+    failed = Measurement((), failure="a\0b\udc80", details={"a\0b": "\0\udc80"})
+    assert failed.failure == "a\\x00b\\udc80"
+    measured(store, BODY, failed)
+    again = store.get(BODY, HERE)
+    assert again == failed
+    assert again.details == {"a\0b": "\0\udc80"}
+
+
+def test_long_text_and_large_numbers_come_back(store: Store) -> None:
+    subject = Subject(
+        "body", "k" * 10_000, "f32[2]" * 10_000, "'\\%s %(x)s :name \x7f ü \U0001f600", "training"
+    )
+    lasting = Measurement(
+        (1e-308, 1.7976931348623157e308),
+        peak_bytes=2**63 - 1,
+        details={"log": "x\n" * 1_000_000, "huge": 2**200, "least": -(2**63)},
+    )
+    measured(store, subject, lasting)
+    assert list(store.results(HERE)) == [(subject, lasting)]
 
 
 def test_results_are_kept_apart_by_environment(store: Store) -> None:
@@ -91,10 +109,12 @@ def test_results_are_kept_apart_by_environment(store: Store) -> None:
     assert store.environments() == tuple(sorted((HERE, THERE), key=lambda e: e.key))
 
 
-def test_results_have_the_same_order_in_every_store(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_have_the_same_order_in_every_store(
+    store: Store, new_url: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dovetail.tuning.store._PAGE", 4)
     subjects = [body(n) for n in range(12)]
-    with Store("sqlite://") as other:
+    with Store(new_url()) as other:
         for one, two in zip(subjects, reversed(subjects), strict=True):
             measured(store, one, DONE)
             measured(other, two, DONE)
@@ -120,13 +140,19 @@ def test_digests_are_the_same_in_every_release() -> None:
 
 def test_rows_are_readable_on_the_command_line(store: Store) -> None:
     measured(store, BODY, Measurement((0.1, 2.5e-05), numeric_error=1e-07))
-    with sqlite3.connect(store.name) as connection:
-        query = "SELECT kind, backend, status, samples, numeric_error FROM tuning_measurements"
-        rows = connection.execute(query).fetchall()
-        average = "SELECT avg(value) FROM tuning_measurements, json_each(samples)"
-        assert connection.execute(average).fetchone()[0] == pytest.approx(0.0500125)
-    connection.close()
-    assert rows == [("body", "inductor 2.13.0 {}", "measured", "[0.1,2.5e-05]", "1e-07")]
+    query = "SELECT kind, backend, status, samples, numeric_error FROM tuning_measurements"
+    average = {
+        "sqlite": "SELECT avg(value) FROM tuning_measurements, json_each(samples)",
+        "postgresql": "SELECT avg(value::float) FROM tuning_measurements, json_array_elements_text(samples::json) value",
+    }
+
+    def read(connection: sa.Connection) -> tuple[tuple[Any, ...], float]:
+        row = connection.exec_driver_sql(query).one()
+        return tuple(row), connection.exec_driver_sql(average[connection.dialect.name]).scalar_one()
+
+    row, mean = store.transact(read)
+    assert row == ("body", "inductor 2.13.0 {}", "measured", "[0.1,2.5e-05]", "1e-07")
+    assert mean == pytest.approx(0.0500125)
 
 
 # Leases
@@ -220,21 +246,21 @@ def test_a_lease_is_used_once(store: Store) -> None:
             again()
 
 
-def test_an_error_of_the_store_does_not_hide_the_error_of_the_measurement(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store.db")
+def test_an_error_of_the_store_does_not_hide_the_error_of_the_measurement(new_url: Callable[[], str]) -> None:
+    store = Store(new_url())
     lease = store.acquire(BODY, HERE, seconds=10)
     assert lease is not None
     with pytest.raises(ZeroDivisionError), lease:
         raise ZeroDivisionError(store.close())
-    other = Store("sqlite://")
+    other = Store(new_url())
     lease = other.acquire(BODY, HERE, seconds=10)
     assert lease is not None
     with pytest.raises(StoreError, match="is closed"), lease:
         other.close()
 
 
-def test_waiting_ends_with_the_measurement(tmp_path: Path) -> None:
-    with Store(tmp_path / "store.db") as store:
+def test_waiting_ends_with_the_measurement(url: str) -> None:
+    with Store(url) as store:
         lease = store.acquire(BODY, HERE, seconds=60)
         assert lease is not None
         timer = threading.Timer(0.1, lease.complete, [DONE])
@@ -243,8 +269,8 @@ def test_waiting_ends_with_the_measurement(tmp_path: Path) -> None:
         timer.join()
 
 
-def test_waiting_ends_when_nobody_measures(tmp_path: Path) -> None:
-    with Store(tmp_path / "store.db") as store:
+def test_waiting_ends_when_nobody_measures(url: str) -> None:
+    with Store(url) as store:
         assert store.wait(BODY, HERE, timeout=30) is None
         assert store.acquire(BODY, HERE, seconds=0.1) is not None
         start = time.monotonic()
@@ -254,8 +280,8 @@ def test_waiting_ends_when_nobody_measures(tmp_path: Path) -> None:
         assert store.wait(BODY, HERE, timeout=0.05) is None
 
 
-def test_waiting_reads_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Store(tmp_path / "store.db") as store:
+def test_waiting_reads_seldom(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Store(url) as store:
         assert store.acquire(BODY, HERE, seconds=100) is not None
         pauses: list[float] = []
         elapsed = [0.0]
@@ -271,18 +297,90 @@ def test_waiting_reads_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert max(pauses) <= 1.0
 
 
-def test_threads_share_a_store(tmp_path: Path) -> None:
-    for url in ("sqlite://", tmp_path / "store.db"):
-        with Store(url) as store:
-            counts: list[int] = []
+def in_threads(store: Store) -> None:
+    counts: list[int] = []
 
-            def work(store: Store = store, counts: list[int] = counts) -> None:
-                leases = [store.acquire(body(n), HERE, seconds=60) for n in range(20)]
-                counts.append(sum(lease is not None and lease.complete(DONE) for lease in leases))
+    def work() -> None:
+        leases = [store.acquire(body(n), HERE, seconds=60) for n in range(20)]
+        counts.append(sum(lease is not None and lease.complete(DONE) for lease in leases))
 
-            threads = [threading.Thread(target=work) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert sum(counts) == 20
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(counts) == 20
+
+
+def test_threads_share_a_store(store: Store) -> None:
+    in_threads(store)
+
+
+def test_threads_share_a_store_in_memory() -> None:
+    with Store("sqlite://") as store:
+        in_threads(store)
+
+
+# Transactions that are run again
+
+
+def repeated(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each transaction be run twice, as after a commit whose acknowledgement was lost."""
+    transact = store.transact
+
+    def twice(work: Any, **options: Any) -> Any:
+        transact(work, **options)
+        return transact(work, **options)
+
+    monkeypatch.setattr(store, "transact", twice)
+
+
+def test_a_transaction_that_was_committed_can_be_run_again(
+    store: Store, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stale = store.acquire(BODY, HERE, seconds=10)
+    clock.now += 11
+    repeated(store, monkeypatch)
+    fresh = store.acquire(BODY, HERE, seconds=10)
+    assert stale is not None
+    assert fresh is not None
+    assert fresh.attempt == 2
+    assert fresh.renew(10)
+    assert not stale.renew(10)
+    fresh.release()
+    first = store.acquire(BODY, HERE, seconds=10)
+    assert first is not None
+    assert first.attempt == 2
+    assert first.complete(DONE)
+    assert not stale.complete(FAILED)
+    assert store.get(BODY, HERE) == DONE
+    assert store.acquire(BODY, HERE, seconds=10) is None
+
+
+def test_a_lease_that_expired_before_the_transaction_is_run_again_is_extended(
+    store: Store, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transact = store.transact
+
+    def twice(work: Any, **options: Any) -> Any:
+        transact(work, **options)
+        clock.now += 20
+        return transact(work, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "transact", twice)
+        lease = store.acquire(BODY, HERE, seconds=10)
+    assert lease is not None
+    assert lease.attempt == 1
+    assert store.acquire(BODY, HERE, seconds=10) is None
+
+
+def test_a_transaction_that_raises_changes_nothing(store: Store) -> None:
+    def fail(connection: Any) -> None:
+        connection.exec_driver_sql("DELETE FROM tuning_measurements")
+        raise ZeroDivisionError
+
+    measured(store, BODY, DONE)
+    with pytest.raises(ZeroDivisionError):
+        store.transact(fail, write=True)
+    assert store.get(BODY, HERE) == DONE

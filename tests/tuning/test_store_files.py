@@ -1,24 +1,23 @@
-"""Files and versions of stores, and everything that cannot be opened."""
+"""Stores in files, and everything that cannot be opened."""
 
 import importlib
 import os
+import random
 import re
 import sqlite3
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dovetail.errors import InvalidArgument, StoreError
-from dovetail.tuning import store_schema
 from dovetail.tuning.store import Store
-from tests.tuning.helpers import BODY, DONE, HERE, measured
+from tests.tuning.helpers import BODY, DONE, HERE, body, measured, scalar
 
-# Files and versions
+# Files
 
 
 def test_a_store_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,16 +51,21 @@ def test_stores_in_memory_are_separate(url: str, tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.iterdir())
 
 
-def test_files_are_durable_and_concurrent(store: Store) -> None:
-    with store._transaction() as connection:
-        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
-        assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2
-        assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar() == 30000
+def test_files_are_durable_and_concurrent(tmp_path: Path) -> None:
+    with Store(tmp_path / "store.db") as store:
+        assert scalar(store, "PRAGMA journal_mode") == "wal"
+        assert scalar(store, "PRAGMA synchronous") == 2
+        assert scalar(store, "PRAGMA busy_timeout") == 30000
 
 
-def test_the_clock_is_that_of_the_database(tmp_path: Path) -> None:
-    with Store(tmp_path / "store.db") as store, store._transaction() as connection:
-        assert abs(store._now(connection) - time.time()) < 5.0
+def test_a_version_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    Store(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE tuning_schema SET version = 'one'")
+    connection.close()
+    with pytest.raises(StoreError, match="no valid schema version"):
+        Store(path)
 
 
 def test_an_empty_file_becomes_a_store(tmp_path: Path) -> None:
@@ -71,65 +75,27 @@ def test_an_empty_file_becomes_a_store(tmp_path: Path) -> None:
         measured(store, BODY, DONE)
 
 
-def with_version(path: Path, version: object) -> None:
+def test_a_damaged_file_is_an_error_of_the_store(tmp_path: Path) -> None:
+    """Wherever it is damaged: in the header, the schema, whose names are no text then, or the rows."""
+    path = tmp_path / "store.db"
     with Store(path) as store:
-        measured(store, BODY, DONE)
-    with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE tuning_schema SET version = ?", (version,))
-    connection.close()
-
-
-def test_a_newer_store_is_refused_and_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    with_version(path, 2)
-    before = path.read_bytes()
-    with pytest.raises(StoreError, match=r"version 2, this release reads up to 1\. Update dovetail") as error:
-        Store(path)
-    assert str(path) in str(error.value)
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("version", [0, -1, "one"])
-def test_a_store_without_a_valid_version_is_refused(tmp_path: Path, version: object) -> None:
-    with_version(tmp_path / "store.db", version)
-    with pytest.raises(StoreError, match="no valid schema version"):
-        Store(tmp_path / "store.db")
-
-
-def add_column(connection: Any) -> None:
-    connection.exec_driver_sql("ALTER TABLE tuning_measurements ADD COLUMN power TEXT")
-
-
-def test_an_older_store_is_migrated_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "store.db"
-    with_version(path, 1)
-    steps: list[int] = []
-    monkeypatch.setattr(store_schema, "VERSION", 3)
-    monkeypatch.setattr(store_schema, "MIGRATIONS", {1: add_column, 2: lambda _: steps.append(2)})
-    for _ in range(2):
-        with Store(path) as store, store._transaction() as connection:
-            connection.exec_driver_sql("SELECT power FROM tuning_measurements")
-        with Store(path) as store:
-            assert store.get(BODY, HERE) == DONE
-    assert steps == [2]
-
-
-def test_a_failed_migration_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "store.db"
-    with_version(path, 1)
-
-    def fail(_: Any) -> None:
-        raise RuntimeError("interrupted")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store_schema, "VERSION", 3)
-        patch.setattr(store_schema, "MIGRATIONS", {1: add_column, 2: fail})
-        with pytest.raises(RuntimeError, match="interrupted"):
-            Store(path)
-    with Store(path) as store:
-        assert store.get(BODY, HERE) == DONE
-        with pytest.raises(StoreError, match="no such column"), store._transaction() as connection:
-            connection.exec_driver_sql("SELECT power FROM tuning_measurements")
+        for number in range(20):
+            measured(store, body(number), DONE)
+    whole, draw = path.read_bytes(), random.Random(0)
+    refused: list[tuple[Path, StoreError]] = []
+    for number in range(60):
+        damaged = bytearray(whole)
+        for _ in range(50):
+            damaged[draw.randrange(100, len(damaged))] = draw.randrange(256)
+        copied = tmp_path / f"damaged{number}.db"
+        copied.write_bytes(damaged)
+        try:
+            with Store(copied) as store:
+                list(store.results(HERE))
+        except StoreError as error:
+            refused.append((copied, error))
+    assert len(refused) > 30
+    assert all(str(path) in str(error) for path, error in refused)
 
 
 # What cannot be opened
@@ -143,8 +109,10 @@ def test_a_failed_migration_changes_nothing(tmp_path: Path, monkeypatch: pytest.
         (b"store.db", "cannot be opened at a bytes"),
         ("", "cannot be opened at ''"),
         ("a\0b", "cannot be opened at"),
-        ("postgresql://ann:secret@host/db", "the dialect 'postgresql' are not supported"),
-        ("postgresql://ann:secret@host:port/db", "the dialect 'postgresql' are not supported"),
+        ("mysql://ann:secret@host/db", "the dialect 'mysql' are not supported"),
+        ("ann:secret@host/db", "a path or a URL, and this is neither"),
+        ("postgresql:ann:secret@host/db", "a path or a URL, and this is neither"),
+        ("host=localhost password=secret", "a path or a URL, and this is neither"),
         ("sqlite+aiosqlite:///secret", "the dialect 'sqlite\\+aiosqlite' are not supported"),
         ("sqlite://ann:secret@/store.db", "no host, port, user or password"),
         ("sqlite://secret/store.db", "no host, port, user or password"),
@@ -244,22 +212,6 @@ def test_a_locked_store_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert store.get(BODY, HERE) is None  # readers do not wait
         blocker.close()
         measured(store, BODY, DONE)
-
-
-def test_a_damaged_row_is_named(store: Store) -> None:
-    measured(store, BODY, DONE)
-    with store._transaction(write=True) as connection:
-        connection.exec_driver_sql("UPDATE tuning_measurements SET samples = '[0.1'")
-    with pytest.raises(StoreError, match=f"measurement that cannot be read .subject {BODY.digest}"):
-        store.get(BODY, HERE)
-
-
-def test_a_closed_store_is_refused(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store.db")
-    store.close()
-    store.close()
-    with pytest.raises(StoreError, match="is closed; open it again"):
-        store.get(BODY, HERE)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """`dovetail.tune` as a user calls it: plans, stores, budgets, interrupts and bad input."""
 
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +13,18 @@ from torch import Tensor, nn
 
 import dovetail
 from dovetail.errors import CaptureError, DovetailError, InvalidArgument, StoreError, TuningError
+from dovetail.tuning import search as search_module
+from dovetail.tuning.division_search import DivisionSearch
 from dovetail.tuning.measurement import Measurement
+from dovetail.tuning.measuring import Silent
 from dovetail.tuning.plan import Plan
+from dovetail.tuning.program_search import ProgramSearch
 from dovetail.tuning.store import Store
-from dovetail.tuning.trial import ProgramTrial, RegionTrial, Trial
+from dovetail.tuning.trial import ComparisonTrial, ProgramTrial, RegionTrial, Trial
 from dovetail.tuning.tune import DryRun, estimate, run_search
 from tests.tuning.failing_backends import Works
-from tests.tuning.synthetic import HERE, Chain, Costs, SyntheticDevice, cost_of, prepared
+from tests.tuning.helpers import FakeClock
+from tests.tuning.synthetic import HERE, Chain, Costs, Planted, SyntheticDevice, cost_of, prepared
 
 X = torch.randn(4, 8)
 HALVED = Costs(regions=lambda kind, seconds, backend: 0.5 * seconds)
@@ -28,14 +35,24 @@ def chain() -> nn.Module:
     return Chain().eval()
 
 
-@pytest.mark.timeout(200)
-def test_a_tuned_model_computes_the_same_and_is_not_tuned_twice(tmp_path: Path) -> None:
+def seconds_to_start_a_process() -> float:
+    """How long a process with what trials import takes to start, on this machine with the load that it has."""
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import dovetail.tuning.trial_runner"], check=True)
+    return time.monotonic() - start
+
+
+@pytest.mark.timeout(600)
+def test_a_tuned_model_computes_the_same_and_is_not_tuned_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, store = chain(), tmp_path / "store.db"
     budget = 30.0
     start = time.monotonic()
     plan = dovetail.tune(model, (X,), budget=budget, store=store, backends=[Works()], progress=False)
-    first = time.monotonic() - start
-    assert first < 1.1 * budget + 5.0
+    seconds = time.monotonic() - start
+    # The confirmation starts a process, which on a busy machine takes longer than a tenth of so small a budget.
+    assert seconds < 1.1 * budget + 5.0 + 5.0 * seconds_to_start_a_process()
     (by_scope,) = plan.graphs.values()
     ((scope, decision),) = by_scope.items()
     assert scope.mode == "inference"
@@ -46,9 +63,11 @@ def test_a_tuned_model_computes_the_same_and_is_not_tuned_twice(tmp_path: Path) 
     plan.save(tmp_path / "plan.json")
     Plan.load(tmp_path / "plan.json").check(model, (X,))
 
-    start = time.monotonic()
+    def measure(*_: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("dovetail.tuning.tune._executor", measure)
     again = dovetail.tune(model, (X,), budget=budget, store=store, backends=[Works()], progress=False)
-    assert time.monotonic() - start < 0.2 * first
     assert again.to_json() == plan.to_json()
 
 
@@ -68,9 +87,9 @@ def test_a_dry_run_measures_nothing_and_names_the_least_useful_budget(tmp_path: 
     dry = dovetail.tune(chain(), (X,), store=store, backends=["openvino"], dry_run=True)
     assert isinstance(dry, DryRun)
     assert dry.stored == 0
-    assert dry.measurements > dry.space.options
+    assert dry.measurements > dry.spaces[0].options
     assert dry.least_budget > 0
-    assert dry.compilations < dry.measurements
+    assert dry.compilations > 0
     text = str(dry)
     assert "compilations" in text
     assert f"less than {dry.least_budget:.0f} s is not useful" in text
@@ -103,6 +122,43 @@ def test_an_interrupt_keeps_the_best_so_far_and_the_next_search_goes_on(tmp_path
         assert known.isdisjoint(trial.subject for trial in rest.trials)
         assert whole.outcome is not None
         assert cost_of(whole, rest) < rest.model()
+
+
+def test_an_interrupt_at_any_moment_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between trials too, and in the confirmation, whose search keeps the winner of the comparison before it."""
+    ready = prepared(Chain())
+    undisturbed = SyntheticDevice(ready.space, HALVED)
+    with Store("sqlite://") as store:
+        whole = run_search(ready, store, budget=1e6, executor=undisturbed, progress=False)
+    assert whole.outcome is not None
+    assert whole.outcome.noise is not None
+    last = len(undisturbed.trials) - 1
+    for at in (1, last // 2, last):
+        device = Interrupted(ready.space, HALVED)
+        device.at = at
+        with Store("sqlite://") as store:
+            searched = run_search(ready, store, budget=1e6, executor=device, progress=False)
+        assert searched.plan.graphs
+        assert searched.report.is_interrupted
+    assert searched.outcome is not None
+    assert searched.outcome.winner.program.key == whole.outcome.winner.program.key
+    assert searched.outcome.noise == whole.outcome.noise
+    assert not searched.outcome.is_confirmed
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for owner, name in (
+        (ProgramSearch, "add_wholes"),
+        (ProgramSearch, "add_states"),
+        (DivisionSearch, "solve"),
+        (search_module, "best_states"),
+    ):
+        with monkeypatch.context() as patched, Store("sqlite://") as store:
+            patched.setattr(owner, name, interrupt)
+            device = SyntheticDevice(ready.space, HALVED)
+            searched = run_search(ready, store, budget=1e6, executor=device, progress=False)
+            assert searched.plan.graphs, name
 
 
 def test_a_finished_search_is_read_from_the_store_and_a_larger_budget_goes_on(tmp_path: Path) -> None:
@@ -169,7 +225,7 @@ class Missing(nn.Module):
         ({"memory": 1.5}, "memory 1.5"),
         ({"dry_run": "yes"}, "dry_run 'yes'; give True or False"),
         ({"executor": "threads"}, "executor 'threads'"),
-        ({"store": 3}, "store 3; give the path of a file, or a URL"),
+        ({"store": 3}, "store is a int; give the path of a file, or a URL"),
         ({"backends": {"linear": "openvino"}}, "give a list of backends"),
         ({"backends": ["opnvino"]}, "openvino"),
         ({"sizes": []}, "sizes must be a list of example inputs"),
@@ -257,12 +313,127 @@ def test_sizes_are_tuned_in_ranges_that_guards_choose_from(tmp_path: Path) -> No
         backends=[Works()],
         progress=False,
     )
-    assert plan.sizes == {"float32[n, 8]": ((2, 16), (17, 64))}
+    ((scope, tuned),) = plan.sizes["float32[n, 8]"].items()
+    assert (scope.mode, tuned) == ("inference", ((2, 16), (17, 64)))
     assert len(plan.graphs) == 2
     compiled = dovetail.compile(model, (X,), plan=plan, backends=[Works()])
     for rows in (4, 12, 17, 64):
         x = torch.randn(rows, 8)
         torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.parametrize(("error", "reason"), [(TuningError, "nothing"), (KeyboardInterrupt, "interrupted")])
+def test_ranges_before_one_that_cannot_be_tuned_are_kept(
+    error: type[BaseException], reason: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    fails_at = 1
+    calls = 0
+
+    def searched(ready: Any, store: Store, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == fails_at + 1:
+            raise error(reason)
+        device = SyntheticDevice(ready.space, HALVED)
+        return run_search(ready, store, budget=1e6, executor=device, progress=False)
+
+    monkeypatch.setattr("dovetail.tuning.tune.run_search", searched)
+
+    def tune() -> Plan:
+        sizes = [(torch.randn(64, 8),)]
+        return dovetail.tune(
+            chain(), (X,), sizes=sizes, store="sqlite://", backends=[Planted("a")], progress=False
+        )
+
+    ((_, ranges),) = tune().sizes["float32[n, 8]"].items()
+    assert ranges == ((2, 16),)
+    assert f"sizes from 17 to 64 are not in the plan: {reason}" in caplog.text
+    fails_at, calls = 0, 0
+    with pytest.raises(error):
+        tune()
+
+
+def test_the_plan_of_the_process_that_finished_first_is_the_plan_of_all() -> None:
+    class FinishesBetween(Silent):
+        """Another process finishes the same search after the first measurement of this one."""
+
+        def done(self, trial: Trial, measurement: Measurement, *, is_stored: bool) -> None:
+            if not plans:
+                other = SyntheticDevice(ready.space, HALVED)
+                plans.append(run_search(ready, store, budget=1e6, executor=other, progress=False).plan)
+
+    ready, plans = prepared(Chain()), list[Plan]()
+    with Store("sqlite://") as store:
+        device = SyntheticDevice(ready.space, HALVED)
+        second = run_search(ready, store, budget=1e6, executor=device, progress=FinishesBetween())
+    assert second.outcome is None  # it is not this search's own
+    assert second.plan.to_json() == plans[0].to_json()
+
+
+def test_the_time_left_counts_what_was_used_before_the_search(capsys: pytest.CaptureFixture[str]) -> None:
+    ready = prepared(Chain())
+    device = SyntheticDevice(ready.space, HALVED)
+    with Store("sqlite://") as store:
+        run_search(ready, store, budget=1000.0, executor=device, start=time.monotonic() - 400.0)
+    first = capsys.readouterr().err.splitlines()[0]
+    left = first.rpartition(" | ")[2]
+    assert 400 < int(left.removesuffix(" s left")) <= 600
+
+
+def test_the_time_for_the_comparison_is_used_where_nothing_is_measured_before_it() -> None:
+    ready, clock = prepared(Chain()), FakeClock()
+    device = SyntheticDevice(ready.space, HALVED, delay=0.02, clock=clock)
+    with Store("sqlite://") as store:
+        late = clock.now - 0.75 * 8.0
+        searched = run_search(
+            ready, store, budget=8.0, executor=device, start=late, clock=clock, progress=False
+        )
+    assert searched.outcome is not None
+    assert searched.plan.graphs
+
+
+class TakesTime(SyntheticDevice):
+    """Trials take a tenth of a second, comparisons the time that they are given; each is stopped at its time-out."""
+
+    def measure(self, trial: Trial, timeout: float) -> Measurement | None:  # type: ignore[override]
+        assert self.clock is not None
+        seconds = trial.seconds if isinstance(trial, ComparisonTrial) else self.delay
+        self.trials.append(trial)
+        self.clock.now += min(seconds, timeout)
+        return None if seconds > timeout else self.answer(trial)
+
+
+@pytest.mark.parametrize("budget", [10.0, 40.0, 400.0])
+def test_a_search_ends_within_a_tenth_of_its_budget(budget: float) -> None:
+    ready, clock = prepared(Chain()), FakeClock()
+    device, start = TakesTime(ready.space, HALVED, delay=0.1, clock=clock), clock.now
+    with Store("sqlite://") as store:
+        searched = run_search(ready, store, budget=budget, executor=device, clock=clock, progress=False)
+    assert searched.plan.graphs
+    assert clock.now - start <= 1.1 * budget
+
+
+def test_without_a_comparison_the_plan_is_not_slower_than_what_runs_without_dovetail() -> None:
+    """Of torch.compile only the program without a plan was measured when the time ended, and it is the fastest."""
+
+    class Ends(SyntheticDevice):
+        def measure(self, trial: Trial, timeout: float) -> Measurement:
+            is_planned = (
+                isinstance(trial, ProgramTrial) and trial.program.name == "the model by torch.compile"
+            )
+            if is_planned or not isinstance(trial, ProgramTrial):
+                raise KeyboardInterrupt
+            return super().measure(trial, timeout)
+
+    ready = prepared(Chain())
+    device = Ends(ready.space, Costs(compiled=0.5, whole=lambda seconds, backend: 0.9 * seconds))
+    with Store("sqlite://") as store:
+        searched = run_search(ready, store, budget=1e6, executor=device, progress=False)
+    (decision,) = next(iter(searched.plan.graphs.values())).values()
+    assert decision.execution == "torch.compile"
+    others = [a.choice for a in (decision.runner_up, *decision.rejected) if a is not None]
+    assert "the model by torch.compile" not in others
+    assert len(others) == len(set(others))
 
 
 def test_a_search_without_any_measurement_is_an_error_with_what_to_do() -> None:

@@ -1,8 +1,9 @@
 """Run as a script: processes that share a store, forked from one that has imported no torch.
 
-`python -m tests.tuning.workers CASE PATH` prints what happened as JSON.
+`python -m tests.tuning.workers CASE FOLDER URL` prints what happened as JSON.
 """
 
+import importlib
 import json
 import os
 import random
@@ -11,6 +12,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import sqlalchemy as sa
 
 from tests.tuning.light import Environment, Measurement, Store, Subject
 
@@ -36,16 +39,27 @@ def exit_code(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def work(path: str, *, lease: float, measuring: float, seed: int) -> None:
-    """Measure all subjects in an order of its own, with a log of what was begun and what was completed."""
-    subjects = SUBJECTS.copy()
+def work(
+    url: str,
+    *,
+    lease: float,
+    measuring: float,
+    seed: int,
+    count: int = len(SUBJECTS),
+    most: int = len(SUBJECTS),
+) -> None:
+    """Measure subjects in an order of its own, with a log of what was begun and what was completed.
+
+    The one after `most` measurements does not end.
+    """
+    subjects = SUBJECTS[:count]
     random.Random(seed).shuffle(subjects)
-    log = os.open(f"{path}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    log = os.open(LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def record(event: str, subject: Subject, value: float) -> None:
         os.write(log, f"{json.dumps([event, subject.key, value])}\n".encode())  # one write: lines do not mix
 
-    with Store(path) as store:
+    with Store(url) as store:
         for subject in subjects:
             while store.get(subject, HERE) is None:
                 held = store.acquire(subject, HERE, seconds=lease)
@@ -54,43 +68,63 @@ def work(path: str, *, lease: float, measuring: float, seed: int) -> None:
                     continue
                 value = random.random()
                 record("begin", subject, value)
-                time.sleep(measuring)
+                time.sleep(measuring if most else 600)
+                most -= 1
                 if held.complete(Measurement((value, 0.1, 1e-9))):
                     record("complete", subject, value)
 
 
-def report(path: str, codes: list[int]) -> None:
-    log = Path(f"{path}.log")
-    with Store(path) as store:
+def check(connection: sa.Connection) -> str:
+    return connection.exec_driver_sql("PRAGMA integrity_check").scalar_one()
+
+
+def report(url: str, codes: list[int]) -> None:
+    with Store(url) as store:
         stored = {subject.key: measurement.samples for subject, measurement in store.results(HERE)}
-        with store._transaction() as connection:
-            integrity = connection.exec_driver_sql("PRAGMA integrity_check").scalar()
-    events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        integrity = store.transact(check) if url.startswith("sqlite:") else "ok"
+    events = [json.loads(line) for line in LOG.read_text().splitlines()] if LOG.exists() else []
     print(json.dumps({"codes": codes, "stored": stored, "events": events, "integrity": integrity}))
 
 
-def contend(path: str) -> None:
-    """Eight processes that create the store and measure the same subjects at once."""
-    pids = [forked(lambda seed=seed: work(path, lease=60, measuring=0.001, seed=seed)) for seed in range(8)]
-    report(path, [exit_code(pid) for pid in pids])
+def contend(url: str) -> None:
+    """Processes that create the store and measure the same 25 subjects at once."""
+    count = 8
+    if url.startswith("postgresql"):
+        count = 32
+        for name in ("psycopg", "sqlalchemy.dialects.postgresql.psycopg"):
+            importlib.import_module(name)  # here, not again in each process
+    pids = [
+        forked(lambda seed=seed: work(url, lease=60, measuring=0.001, seed=seed, count=25))
+        for seed in range(count)
+    ]
+    report(url, [exit_code(pid) for pid in pids])
 
 
-def kill(path: str) -> None:
-    """Twenty workers killed one after the other at random moments, then one that ends."""
+def outage(url: str) -> None:
+    """Eight processes, for as long as the parent needs to interrupt the server."""
+    pids = [forked(lambda seed=seed: work(url, lease=600, measuring=0.2, seed=seed)) for seed in range(8)]
+    report(url, [exit_code(pid) for pid in pids])
+
+
+def kill(url: str) -> None:
+    """Twenty workers killed one after the other at random moments, then one that ends.
+
+    None measures all that is left before it is killed, however late that is.
+    """
     codes: list[int] = []
     for seed in range(20):
-        pid = forked(lambda seed=seed: work(path, lease=0.2, measuring=0.01, seed=seed))
+        pid = forked(lambda seed=seed: work(url, lease=60, measuring=0.01, seed=seed, most=2))
         time.sleep(random.uniform(0.0, 0.12))
         os.kill(pid, signal.SIGKILL)
         codes.append(exit_code(pid))
-    exit_code(forked(lambda: work(path, lease=0.2, measuring=0.0, seed=20)))
-    report(path, codes)
+    exit_code(forked(lambda: work(url, lease=60, measuring=0.0, seed=20)))
+    report(url, codes)
 
 
-def fork(path: str) -> None:
+def fork(url: str) -> None:
     """A store and a lease that were open before a fork: parent and child go on with the same store."""
     codes: list[int] = []
-    with Store(path) as store:
+    with Store(url) as store:
         held = store.acquire(SUBJECTS[0], HERE, seconds=60)
         assert held is not None
 
@@ -119,8 +153,46 @@ def fork(path: str) -> None:
         assert held.complete(Measurement((2.0,)))
     os.write(closed[1], b"1")
     codes.append(exit_code(late))
-    report(path, codes)
+    report(url, codes)
+
+
+def ended(url: str) -> None:
+    """A process is killed while it holds a lease: before, nobody gets the lease; after that, another process at once."""
+    opened, closed = os.pipe(), os.pipe()
+
+    def hold() -> None:
+        with Store(url) as store:
+            assert store.acquire(SUBJECTS[0], HERE, seconds=600) is not None
+            os.write(opened[1], b"1")
+            os.read(closed[0], 1)
+
+    pid = forked(hold)
+    os.read(opened[0], 1)
+    with Store(url) as store:
+        is_acquired = store.acquire(SUBJECTS[0], HERE, seconds=600) is not None
+        start = time.monotonic()
+        store.wait(SUBJECTS[0], HERE, timeout=0.2)
+        is_waited_for = time.monotonic() - start >= 0.2
+        os.kill(pid, signal.SIGKILL)
+        code = exit_code(pid)
+        start = time.monotonic()
+        waited = store.wait(SUBJECTS[0], HERE, timeout=300)
+        lease = store.acquire(SUBJECTS[0], HERE, seconds=600)
+        seconds = time.monotonic() - start
+    after = {"waited": waited, "attempt": lease and lease.attempt}
+    print(
+        json.dumps(
+            {
+                "codes": [code],
+                "while it ran": [is_acquired, is_waited_for],
+                "after": after,
+                "seconds": seconds,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":
-    {"contend": contend, "kill": kill, "fork": fork}[sys.argv[1]](sys.argv[2])
+    LOG = Path(sys.argv[2], "log")
+    cases = {"contend": contend, "outage": outage, "kill": kill, "fork": fork, "ended": ended}
+    cases[sys.argv[1]](sys.argv[3])

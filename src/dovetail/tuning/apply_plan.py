@@ -7,21 +7,26 @@ cannot be done here follows the defaults too, and is reported with the reason.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from dovetail.errors import DovetailError, InvalidArgument, PlanMismatch
 from dovetail.fusion.cost import Figures, Gain, Traffic
-from dovetail.fusion.ledger import Declined, ledger_of
+from dovetail.fusion.ledger import ledger_of, write_ledger
+from dovetail.fusion.ledger_entries import Declined, Measured
+from dovetail.ir.graph_module import as_program
+from dovetail.ir.nodes import format_type, storage_key
 from dovetail.lowering.assign import chain_for, preferences
-from dovetail.lowering.backend_protocol import Backend, backend_with_options, resolve
+from dovetail.lowering.backend_protocol import Backend, resolve
 from dovetail.lowering.failures import Diagnostic
 from dovetail.outlining.escapes import POLICIES, RegionDraft
 from dovetail.outlining.region import (
@@ -33,95 +38,32 @@ from dovetail.outlining.region import (
     path_prefixes,
     regions,
 )
-from dovetail.passes.channels_last import ChannelsLast
-from dovetail.passes.cleanup import Cleanup
-from dovetail.passes.fold_constants import FoldConstants
-from dovetail.passes.fold_conv_batch_norm import FoldConvBatchNorm
-from dovetail.passes.merge_parallel.merge_parallel import MergeParallel
-from dovetail.passes.merge_parallel.merge_plan import Branch
 from dovetail.passes.pass_manager import Pass, Pipeline
 from dovetail.passes.region_passes import Fuse
-from dovetail.rules.rule import Candidate, Decline, Proposal, Rule, RuleContext
+from dovetail.rules.rule import Candidate, Proposal, Rule, RuleContext
 from dovetail.runtime.presets import (
     WHOLE,
     Mode,
     PlannedGraph,
     blocks,
     default_pipeline,
-    first_by_key,
     whole_graph,
 )
-from dovetail.tuning.decisions import BackendChoice, BlockDecision, GraphDecision, PassChoice, RegionChoice
-from dovetail.tuning.environment import Environment, current_environment
-from dovetail.tuning.plan import SINGULAR, AnyDecision, ByScope, Plan
+from dovetail.tuning.decisions import (
+    BackendChoice,
+    BlockDecision,
+    Decision,
+    GraphDecision,
+    RegionChoice,
+)
+from dovetail.tuning.environment import Environment, current_environment, current_settings
+from dovetail.tuning.plan import SINGULAR, AnyDecision, ByScope, Plan, body_entry, body_key
+from dovetail.tuning.plan_passes import make_backend, make_pass
 
 _MOST_NAMED = 8
 Section = Literal["graphs", "blocks", "bodies"]
 BY_DEFAULT = GraphDecision("by default")
 """The decision for a graph that a plan does not know."""
-
-
-@dataclass(frozen=True)
-class MergeGroups:
-    """A guard of MergeParallel that accepts groups of siblings with some signatures only."""
-
-    signatures: tuple[str, ...]
-
-    def __call__(self, branches: Iterable[Branch]) -> Decline | None:
-        signature = group_signature(branches)
-        return None if signature in self.signatures else Decline(f"the plan does not merge {signature}")
-
-
-def group_signature(branches: Iterable[Branch]) -> str:
-    """Return what distinguishes groups of sibling products: the operator and the widths, equal in equal layers."""
-    siblings = list(branches)
-    widths = ", ".join(str(branch.width) for branch in siblings)
-    return f"{siblings[0].operator} {siblings[0].rows}x{siblings[0].depth} to [{widths}]"
-
-
-def _merge_parallel(options: Mapping[str, Any]) -> Pass:
-    groups = options.get("groups")
-    others = {name: value for name, value in options.items() if name != "groups"}
-    if groups is None:
-        return MergeParallel(**others)
-    if not isinstance(groups, (list, tuple)):
-        raise InvalidArgument(f"groups {groups!r} of MergeParallel is not a list of signatures.")
-    return MergeParallel(**others, guard=MergeGroups(tuple(map(str, cast("list[Any]", groups)))))
-
-
-def _fuse(options: Mapping[str, Any]) -> Pass:
-    from dovetail import rules
-
-    by_name = {"default": rules.DEFAULT, "library": rules.library.ALL, "groups": rules.groups()}
-    name = options.get("rules", "default")
-    if name not in by_name:
-        raise InvalidArgument(f"it names the rules {name!r}; there are {', '.join(by_name)}.")
-    return Fuse(by_name[name], **{option: value for option, value in options.items() if option != "rules"})
-
-
-_PASSES: Mapping[str, Callable[[Mapping[str, Any]], Pass]] = {
-    "MergeParallel": _merge_parallel,
-    "FoldConvBatchNorm": lambda options: FoldConvBatchNorm(**options),
-    "FoldConstants": lambda options: FoldConstants(**options),
-    "Cleanup": lambda options: Cleanup(**options),
-    "ChannelsLast": lambda options: ChannelsLast(**options),
-    "Fuse": _fuse,
-}
-
-
-def make_pass(choice: PassChoice) -> Pass:
-    """Return the pass that a plan names; raise InvalidArgument for one that does not exist, or options it has not."""
-    construct = _PASSES.get(choice.name)
-    if construct is None:
-        raise InvalidArgument(f"it names the pass '{choice.name}'; there are {', '.join(_PASSES)}.")
-    return construct(choice.options)
-
-
-def make_backend(choice: BackendChoice, given: Mapping[str, Backend] | None = None) -> Backend:
-    """Return the backend that a plan names, constructed with its options; without any that of the caller, if given."""
-    if not choice.options and given is not None and choice.name in given:
-        return given[choice.name]
-    return backend_with_options(choice.name, choice.options)
 
 
 @dataclass(frozen=True)
@@ -188,7 +130,7 @@ class PlannedBoundaries(Rule):
         if not reason:
             ops = [node.op for node in region.body.graph.nodes]
             # A constant may be cloned into each region that reads it.
-            members = Counter(i for c in decision.regions for i in c.members if ops[i] != "get_attr")
+            members = Counter(i for c in decision.regions for i in c.taken if ops[i] != "get_attr")
             twice = next((i for i, count in members.items() if count > 1), None)
             if twice is None:
                 return decision
@@ -220,6 +162,27 @@ def _read_inside(choice: RegionChoice, block: Region) -> list[int]:
     nodes = list(block.body.graph.nodes)
     inside = {nodes[i] for i in choice.members}
     return [i for i in choice.members if not inside.isdisjoint(nodes[i].users)]
+
+
+def describe_operands(region: Region) -> str:
+    """Return what distinguishes calls of equal bodies: type and layout of operands, which are weights or share memory."""
+    texts: list[str] = []
+    storages: dict[int, int] = {}
+    for number, node in enumerate(region.inputs):
+        value = node.meta.get("val")
+        text = format_type(value)
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            alias = storages.setdefault(storage_key(value), number)
+            text += f"={alias}" if alias != number else ""
+        texts.append(f"{text} weight" if node.op == "get_attr" else text)
+    return ", ".join(texts)
+
+
+def body_entries(plan: Plan, region: Region) -> Iterator[str]:
+    """Yield the keys under which a plan may have a region's body: for its operands, for any, then for other operands."""
+    known = (body_entry(region.key, describe_operands(region)), region.key)
+    yield from known
+    yield from (entry for entry in plan.bodies if body_key(entry) == region.key and entry not in known)
 
 
 def names_by_position(region: Region, call: RegionCall) -> list[str]:
@@ -279,7 +242,8 @@ class AppliedPlan:
     `bodies` has those that the plan decides: its choice and then the defaults, none for a body that runs as it is;
     `unlowered` are the names of regions inside of such bodies, which run as they are with them.
     `unknown` is what the plan has no decision for, `problems` are decisions that do not apply, with the reason, and
-    `differences` those of the environments that the used decisions were measured in. `used` are the keys with decisions.
+    `differences` those of the environments that the used decisions were measured in. `used` are the keys with decisions,
+    `measured` the times of those that are applied.
     """
 
     decision: GraphDecision
@@ -290,6 +254,7 @@ class AppliedPlan:
     problems: list[str] = field(default_factory=list[str])
     differences: list[str] = field(default_factory=list[str])
     used: set[str] = field(default_factory=set[str])
+    measured: dict[tuple[Section, str], Measured] = field(default_factory=dict[tuple[Section, str], Measured])
 
     def diagnostics(self) -> Iterator[Diagnostic]:
         """Yield what is to be reported of it."""
@@ -325,17 +290,18 @@ class PlanApplication:
         decision = self._lookup(applied, self.plan.graphs, Unknown("graphs", key))
         if decision is not None and decision.execution != "regions":
             applied.decision = decision
-            return applied
+            return _with_times(applied)
         if decision is not None:
             try:
                 self._divide(applied, decision, given)
             except DovetailError as error:
                 applied.problems.append(f"'{decision.label}' for the graph {key[:12]}: {error}")
+                applied.measured.clear()
                 decision = None
         if decision is None:
             self._divide_by_default(applied, passes or default_pipeline(list(given.values())))
         applied.bodies = self._backends(applied, defaults, given)
-        return applied
+        return _with_times(applied)
 
     def _divide(self, applied: AppliedPlan, decision: GraphDecision, given: Mapping[str, Backend]) -> None:
         """Set the graph after the passes of a decision, divided into regions; raise if that cannot be done."""
@@ -371,6 +337,7 @@ class PlanApplication:
         def reject(key: str, decision: BlockDecision, reason: str) -> None:
             applied.problems.append(f"'{decision.label}' for the block {key[:12]}: {reason}")
             known.remove(key)
+            applied.measured.pop(("blocks", key), None)
 
         rule = PlannedBoundaries(decide, reject)
         graph = Fuse(rule, rounds=1, cost=AlwaysPays(), on_error="raise")(gm)
@@ -384,21 +351,30 @@ class PlanApplication:
         chains: dict[str, list[Backend]] = {}
         every = regions(applied.graph, nested=True)
         preferred = preferences(defaults, every)
-        outer = first_by_key(region for region in every if "/" not in region.name)
-        for key, region in outer.items():
+        calls: dict[str, list[Region]] = {}
+        for region in every:
+            if "/" not in region.name:
+                calls.setdefault(region.key, []).append(region)
+        for key, (region, *equal) in calls.items():
             choice, is_decided = applied.decision.whole, applied.decision.whole is not None
             if not is_decided:
-                body = self._lookup(applied, self.plan.bodies, Unknown("bodies", key, region.name))
+                entry = self._body_entry(applied, region)
+                body = self._lookup(applied, self.plan.bodies, Unknown("bodies", entry, region.name))
                 choice, is_decided = (None, False) if body is None else (body.backend, True)
+            else:
+                entry = key
             if not is_decided:
                 continue
             try:
                 first = [] if choice is None else [make_backend(choice, given)]
             except DovetailError as error:
                 applied.problems.append(f"'{choice}' for the body {key[:12]} of '{region.name}': {error}")
+                applied.measured.pop(("bodies", entry), None)
                 continue
             others = chain_for(region, preferred) if first else ()
             chains[key] = [*first, *(b for b in others if b.name != first[0].name)]
+            if applied.decision.whole is None:
+                applied.problems += self._other_choices(region, choice, equal)
         as_it_is = {
             region.name for region in every if "/" not in region.name and chains.get(region.key) == []
         }
@@ -408,6 +384,31 @@ class PlanApplication:
             if as_it_is.intersection(path_prefixes(region.name)) - {region.name}
         ]
         return chains
+
+    def _other_choices(
+        self, first: Region, choice: BackendChoice | None, equal: Sequence[Region]
+    ) -> Iterator[str]:
+        """Yield the decisions for other operands of a body that cannot be applied: one body has one backend."""
+        for region in equal:
+            entry = body_entry(region.key, describe_operands(region))
+            other = self.plan.lookup(self.plan.bodies, entry, self.mode, self.environment)
+            if other is not None and other.decision.backend != choice:
+                yield (
+                    f"'{other.decision.choice}' for the body {region.key[:12]} of '{region.name}': a body has one backend, "
+                    f"and that of '{first.name}', which has an equal body, is {choice or 'none'}"
+                )
+
+    def _body_entry(self, applied: AppliedPlan, region: Region) -> str:
+        """Return the key of the decision for a region's body: for its operands, for any, or else for other operands."""
+        for entry in body_entries(self.plan, region):
+            applicable = self.plan.lookup(self.plan.bodies, entry, self.mode, self.environment)
+            if applicable is None:
+                continue
+            operands, measured = describe_operands(region), applicable.decision.operands
+            if entry not in (region.key, body_entry(region.key, operands)):
+                applied.differences.append(f"operands of '{region.name}' are {operands}, were {measured}")
+            return entry
+        return region.key
 
     def _lookup(
         self, applied: AppliedPlan, decisions: ByScope[AnyDecision], missing: Unknown
@@ -421,13 +422,37 @@ class PlanApplication:
                 applied.unknown.append(replace(missing, scopes=scopes))
             return None
         applied.used.add(missing.key)
+        applied.measured[missing.section, missing.key] = _measured(missing.section, applicable.decision)
         applied.differences += [d for d in applicable.differences if d not in applied.differences]
         return applicable.decision
 
 
+def _measured(section: Section, decision: Decision) -> Measured:
+    """Return what a decision has measured, for the ledger."""
+    second = decision.runner_up
+    return Measured(
+        SINGULAR[section],
+        decision.label,
+        decision.choice,
+        None if decision.seconds is None else decision.seconds.median,
+        "" if second is None else second.choice,
+        None if second is None or second.seconds is None else second.seconds.median,
+    )
+
+
+def _with_times(applied: AppliedPlan) -> AppliedPlan:
+    """Write what was measured into the ledger of the graph, a copy of it if it is still the input graph."""
+    if applied.measured:
+        applied.graph = copy.copy(as_program(applied.graph))
+        times = tuple(applied.measured.values())
+        write_ledger(applied.graph, replace(ledger_of(applied.graph), measured=times))
+    return applied
+
+
 def _largest_regions(gm: GraphModule, backend: Backend) -> GraphModule:
     """Return a graph as one region, or divided by the rules of a backend that takes only a part of it."""
-    graph = whole_graph()(gm)
+    # What a plan has measured pays, a graph of one operation too.
+    graph = whole_graph(AlwaysPays())(gm)
     wholes = [region for region in regions(graph) if region.kind == WHOLE]
     if wholes and (backend.rules is None or backend.supports(wholes[0]) is True):
         return graph
@@ -459,13 +484,23 @@ def planned_graph(
 def environment_of(gm: GraphModule) -> Environment:
     """Return the environment of this process for the device that a graph is on; with several, not the CPU."""
     values = [node.meta.get("val") for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")]
-    tensors = [value for value in (*values, *gm.parameters(), *gm.buffers()) if isinstance(value, Tensor)]
+    return _environment_for((*values, *gm.parameters(), *gm.buffers()))
+
+
+def environment_of_call(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Environment:
+    """Return the environment of this process for the device that a model and its inputs are on."""
+    held = (*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else ()
+    return _environment_for((*held, *pytree.tree_leaves((args, dict(kwargs)))))
+
+
+def _environment_for(values: Iterable[Any]) -> Environment:
+    tensors = (value for value in values if isinstance(value, Tensor))
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-    return _environment(device, torch.get_num_threads())
+    return _environment(device, torch.get_num_threads(), current_settings())
 
 
 @cache
-def _environment(device: torch.device, threads: int) -> Environment:
+def _environment(device: torch.device, threads: int, settings: tuple[tuple[str, str], ...]) -> Environment:
     """Return the environment for a device; looking up what is installed takes longer than most of the passes."""
     return current_environment(device)
 

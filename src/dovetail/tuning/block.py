@@ -8,6 +8,7 @@ recorded in one run of the graph: they have the sizes, strides and aliasing that
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.nn import Module, Parameter
 
 from dovetail.frontend.calling_convention import convention_of
 from dovetail.ir.dependencies import Index
@@ -236,7 +238,7 @@ def record_inputs(
     convention = convention_of(gm)
     flat: Sequence[Any] = args
     if convention is not None:
-        flat = convention.inputs(*convention.spread(args, dict(kwargs)))
+        flat = convention.flat_inputs(args, dict(kwargs))
     recorder = _Recorder(gm, operands_of)
     with torch.set_grad_enabled(grad):
         recorder.run(*copy_tensors(list(flat)), enable_io_processing=False)
@@ -245,19 +247,63 @@ def record_inputs(
 
 
 def operand_description(program: GraphModule, inputs: Sequence[Any]) -> str:
-    """Return the operands of a program: dtype, sizes, strides and aliasing of its inputs, and which are weights."""
+    """Return the operands of a program: dtype, sizes, strides and aliasing of its inputs, and which are weights.
+
+    In training also which of the weights have no gradients: their products are half the work.
+    """
     values = iter(inputs)
     first: dict[int, int] = {}
     texts: list[str] = []
     for node in program.graph.nodes:
         if node.op not in ("placeholder", "get_attr"):
             continue
-        value = next(values) if node.op == "placeholder" else attribute(program, cast("str", node.target))
-        texts.append(_describe(value, node.op == "get_attr", first, len(texts)))
+        is_weight = node.op == "get_attr"
+        value = attribute(program, cast("str", node.target)) if is_weight else next(values)
+        frozen = "frozen " if program.training and is_weight and _is_frozen(value) else ""
+        role = f" {frozen}weight" if is_weight else " grad" if _requires_grad(value) else ""
+        texts.append(f"{_describe(value, first, len(texts))}{role}")
     return ", ".join(texts)
 
 
-def _describe(value: Any, is_weight: bool, first: dict[int, int], number: int) -> str:
+def describe_call(model: Module, leaves: Sequence[Any]) -> str:
+    """Return the inputs of a call of a model, and in training which gradients a step computes."""
+    first: dict[int, int] = {}
+    texts = [
+        f"{_describe(value, first, i)}{' grad' if model.training and _requires_grad(value) else ''}"
+        for i, value in enumerate(leaves)
+    ]
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    if model.training and frozen:
+        digest = hashlib.blake2b("\n".join(frozen).encode(), digest_size=4).hexdigest()
+        texts.append(f"{len(frozen)} frozen weights ({digest})")
+    return ", ".join(texts)
+
+
+def missing_gradients(block: Block) -> str:
+    """Return which operands of a block have no gradients, in training; "" if all that may have them do."""
+    program, values = block.program, iter(block.inputs)
+    if not program.training:
+        return ""
+    missing: list[str] = []
+    for number, node in enumerate(program.graph.nodes):
+        if node.op == "placeholder":
+            value = next(values)
+            is_missing = isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad
+        else:
+            is_missing = node.op == "get_attr" and _is_frozen(attribute(program, cast("str", node.target)))
+        missing += [str(number)] if is_missing else []
+    return f"without gradients of {', '.join(missing)}" if missing else ""
+
+
+def _is_frozen(value: Any) -> bool:
+    return isinstance(value, Parameter) and value.is_floating_point() and not value.requires_grad
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _describe(value: Any, first: dict[int, int], number: int) -> str:
     if not isinstance(value, Tensor):
         return repr(value) if isinstance(value, (int, float, bool, str, type(None))) else type(value).__name__
     dtype = str(value.dtype).removeprefix("torch.")
@@ -267,4 +313,4 @@ def _describe(value: Any, is_weight: bool, first: dict[int, int], number: int) -
             text += f"/{list(value.stride())}"
         alias = first.setdefault(storage_key(value), number)
         text += f"={alias}" if alias != number else ""
-    return f"{text} weight" if is_weight else f"{text} grad" if value.requires_grad else text
+    return text

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal, TypeAlias, TypeVar, Union, cast
+from typing import Any, Literal, Self, TypeAlias, TypeVar, Union, cast
 
 from dovetail.errors import InvalidArgument
+from dovetail.ir.text_tables import format_seconds
 from dovetail.runtime.presets import Execution
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
@@ -33,14 +35,6 @@ class Spread:
 
     def __str__(self) -> str:
         return f"{format_seconds(self.median)} [{format_seconds(self.low)}, {format_seconds(self.high)}]"
-
-
-def format_seconds(seconds: float) -> str:
-    """Return a time with a unit and three digits."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
 
 
 @dataclass(frozen=True)
@@ -94,6 +88,12 @@ class RegionChoice:
     rule: str | None = None
     escapes: Mapping[str, str] = field(default_factory=dict[str, str])
 
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """The members that the region takes out of the block; what it clones may stay, and be in other regions too."""
+        default = self.escapes.get("*")
+        return tuple(i for i in self.members if self.escapes.get(str(i), default) != "duplicate")
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -109,6 +109,15 @@ class Decision:
         """The decision in one line."""
         return ""
 
+    @property
+    def evidence(self) -> str:
+        """How certain the decision is, in one line; "" where nothing is recorded."""
+        return ""
+
+    def without_times(self) -> Self:
+        """Return what is decided, without what was measured."""
+        return replace(self, label="", seconds=None, runner_up=None, rejected=())
+
 
 _EXECUTIONS: Mapping[str, str] = {
     "graph": "the graph as it is",
@@ -122,12 +131,31 @@ class GraphDecision(Decision):
     """How a whole graph runs: what executes it, which passes come first, and whether it is one region.
 
     With `whole` it is one region by that backend, or the largest regions that its rules find if it does not take all.
+    `is_confirmed` is whether the decision held in a fresh process, `noise` the A/A interval of the last comparison,
+    relative to a time, and `undecided` how many programs it could not tell apart from this one.
     """
 
     execution: Execution = "regions"
     pipeline: tuple[PassChoice, ...] = ()
     whole: BackendChoice | None = None
     cuda_graphs: bool | None = None
+    is_confirmed: bool = False
+    noise: float | None = None
+    undecided: int = 0
+
+    @property
+    def evidence(self) -> str:
+        if self.seconds is None:
+            return ""
+        if self.noise is None:
+            return "not compared with other programs, for lack of time"
+        confirmed = (
+            "confirmed in a fresh process" if self.is_confirmed else "not confirmed in a fresh process"
+        )
+        return f"{confirmed}; noise {self.noise:.1%}; {self.undecided} programs undecided"
+
+    def without_times(self) -> Self:
+        return replace(super().without_times(), is_confirmed=False, noise=None, undecided=0)
 
     @property
     def choice(self) -> str:
@@ -152,6 +180,16 @@ class BlockDecision(Decision):
     @property
     def choice(self) -> str:
         return ", ".join(f"{r.kind} ({len(r.members)})" for r in self.regions) or "no regions"
+
+    @property
+    def evidence(self) -> str:
+        if self.gap is None or not self.seconds:
+            return ""
+        distance = f"at most {self.gap:.1%} from optimal" if self.gap else "optimal"
+        return f"{distance} by the measured costs"
+
+    def without_times(self) -> Self:
+        return replace(super().without_times(), gap=None)
 
 
 @dataclass(frozen=True)
@@ -222,7 +260,16 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise Malformed(f"{where}: {short(value)} is not {_TYPES[kind]}.")
+    if kind is float and not _is_finite(value):
+        raise Malformed(f"{where}: {short(value)} is not a finite number.")
     return kind(value)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
 
 
 def _decode_fields(kind: type[Any], value: Any, where: str) -> Any:

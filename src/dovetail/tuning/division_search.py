@@ -21,13 +21,12 @@ from dovetail.runtime.presets import Mode
 from dovetail.tuning.decisions import Alternative, BackendChoice, Spread
 from dovetail.tuning.measurement import Measurement
 from dovetail.tuning.measuring import Measurer
-from dovetail.tuning.region_candidates import Pruned, RegionCandidate
+from dovetail.tuning.region_candidates import Pruned, RegionCandidate, cloned_units
 from dovetail.tuning.search_space import SearchSpace
-from dovetail.tuning.set_partitioning import Option, divide
+from dovetail.tuning.set_partitioning import AS_IT_IS, Option, divide
 from dovetail.tuning.timing import MAX_TIE, compare, median_interval, noise_of
 from dovetail.tuning.trial import BlockDivision, BoundaryTrial, DivisionsTrial, OperationsTrial, RegionTrial
 
-AS_IT_IS = "as it is"
 _MIN_SHARE = 0.004
 """Candidates whose operations take less than this part of all blocks' time are not compiled."""
 _HOPELESS = 2.0
@@ -88,7 +87,9 @@ class DivisionSearch:
                     yield self._region_trial(key, candidate, backend)
 
     def _region_trial(self, key: str, candidate: RegionCandidate, backend: BackendChoice) -> RegionTrial:
-        operands = self.space.blocks[key].candidate_operands(candidate)
+        block = self.space.blocks[key]
+        # An equal body of another block is measured with it if its step has as many gradients.
+        operands = ", ".join(filter(None, (block.candidate_operands(candidate), block.missing_gradients)))
         identity = self.space.identity_of(backend)
         return RegionTrial(self.mode, key, candidate.choice, candidate.key, operands, backend, identity)
 
@@ -221,7 +222,8 @@ class DivisionSearch:
         costs = [c for c in self.costs(key) if backends is None or str(c.backend) in set(backends)]
         for cost in costs:
             seconds = cost.ratio * sum(units[k] for k in cost.candidate.units)
-            options.append(Option(cost.candidate.units, str(cost.backend), seconds))
+            clones = cloned_units(block.block, cost.candidate)
+            options.append(Option(cost.candidate.units, str(cost.backend), seconds, clones))
         solved = divide(len(units), block.block.edges, options, self.boundaries)
         chosen = [costs[i - len(units)] for i in solved.chosen if i >= len(units)]
         chosen.sort(key=lambda cost: min(cost.candidate.units))
@@ -243,15 +245,19 @@ class DivisionSearch:
             self.measurer.measure("boundaries", trials.values(), share=share)
             for pair, trial in trials.items():
                 measured = self.measurer.get(trial)
-                extra = measured.details.get("boundary", 0.0) if measured is not None else 0.0
-                self.boundaries[pair] = max(0.0, float(cast("float", extra)))
+                if measured is None or measured.failure:
+                    # Never cheaper than a division without it.
+                    self.boundaries[pair] = max(map(self.seconds, keys))
+                else:
+                    extra = cast("float", measured.details.get("boundary", 0.0))
+                    self.boundaries[pair] = max(0.0, float(extra))
 
     def _pairs(self, key: str, division: BlockDivision) -> Iterator[tuple[str, str]]:
         """Yield the pairs of backends that values pass between in a division."""
         block = self.space.blocks[key].block
         owner: dict[int, tuple[int, str]] = {}
         for number, (region, backend) in enumerate(division.regions):
-            for position in region.members:
+            for position in region.taken:
                 if position in block.unit_of:
                     owner[block.unit_of[position]] = (number, str(backend))
         for producer, reader in block.edges:
@@ -284,15 +290,18 @@ class DivisionSearch:
 
     def choose(self, keys: Sequence[str], share: float) -> None:
         """Measure the best divisions of blocks as a whole, and choose one for each."""
-        trials: dict[str, tuple[DivisionsTrial, list[tuple[str, float]], float | None]] = {}
+        trials: dict[str, tuple[DivisionsTrial, list[tuple[str, float]], float]] = {}
         for key in self._by_weight(keys):
             trials[key] = self._divisions(key)
         self.measurer.measure("divisions of blocks", [t for t, *_ in trials.values()], share=share)
-        for key, (trial, predicted, gap) in trials.items():
-            self.choices[key] = self._choice(key, trial, predicted, gap)
+        for key, (trial, predicted, bound) in trials.items():
+            self.choices[key] = self._choice(key, trial, predicted, bound)
 
-    def _divisions(self, key: str) -> tuple[DivisionsTrial, list[tuple[str, float]], float | None]:
-        """Return the trial of the most promising divisions, the label and the predicted ratio of each, and the gap."""
+    def _divisions(self, key: str) -> tuple[DivisionsTrial, list[tuple[str, float]], float]:
+        """Return the trial of the most promising divisions, the label and the predicted ratio of each, and their bound.
+
+        The bound is the least ratio that any division may have by the costs.
+        """
         base = self.seconds(key) or 1.0
         best, seconds, gap = self.solve(key)
         divisions: dict[str, tuple[BlockDivision, str, float]] = {
@@ -308,10 +317,11 @@ class DivisionSearch:
         block = self.space.blocks[key]
         identity = " | ".join(self.space.identity_of(choice) for choice in self.space.backends)
         trial = DivisionsTrial(self.mode, key, block.operands, tuple(row[0] for row in chosen), identity)
-        return trial, [(label, ratio) for _, label, ratio in chosen], gap
+        bound = divisions[best.key][2] * (1 - gap)
+        return trial, [(label, ratio) for _, label, ratio in chosen], bound
 
     def _choice(
-        self, key: str, trial: DivisionsTrial, predicted: Sequence[tuple[str, float]], gap: float | None
+        self, key: str, trial: DivisionsTrial, predicted: Sequence[tuple[str, float]], bound: float
     ) -> BlockChoice:
         base = self.seconds(key)
         as_it_is = BlockChoice(BlockDivision(), Spread(base, base, base, 1), base, 0.0)
@@ -345,6 +355,8 @@ class DivisionSearch:
         )
         others = sorted((row for row in rows if row is not winner), key=lambda row: row[0])
         division = BlockDivision() if winner[1] < 0 else trial.divisions[winner[1]]
+        cost = 1.0 if winner[1] < 0 else predicted[winner[1]][1]
+        gap = max(0.0, (cost - bound) / cost) if cost > 0 else 0.0
         runner_up = None
         if others:
             second = alternatives[others[0][1]]

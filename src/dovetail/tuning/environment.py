@@ -30,6 +30,25 @@ PACKAGES = (
     "triton",
 )
 """The distributions that the built-in backends compile or run with, besides torch."""
+_DEFAULT_SETTINGS: Mapping[str, object] = {
+    "deterministic": False,
+    "warn_only": False,
+    "matmul": "highest",
+    "cuda.matmul.fp32_precision": "none",
+    "cuda.matmul.allow_fp16_reduced_precision_reduction": True,
+    "cuda.matmul.allow_bf16_reduced_precision_reduction": True,
+    "cuda.matmul.allow_fp16_accumulation": False,
+    "cudnn.enabled": True,
+    "cudnn.benchmark": False,
+    "cudnn.deterministic": False,
+    "cudnn.conv.fp32_precision": "tf32",
+    "cudnn.rnn.fp32_precision": "tf32",
+    "mkldnn.matmul.fp32_precision": "none",
+    "mkldnn.conv.fp32_precision": "none",
+}
+"""What torch's settings of precision are unless a program changes them."""
+_PAIRS = ("packages", "settings")
+_ABSENT = {False: "not installed", True: "torch's default"}
 _CPU_INFO = Path("/proc/cpuinfo")
 _NVIDIA_VERSION = Path("/proc/driver/nvidia/version")
 
@@ -39,8 +58,8 @@ class Environment:
     """What a measurement depends on besides its subject: device, driver, torch, Python, threads, compilers.
 
     `device` is the type and model of the device, `driver` the version of its driver (empty on a CPU), `packages` the
-    sorted names and versions of the installed packages that backends use. Two environments with the same key share
-    measurements.
+    sorted names and versions of the installed packages that backends use, `settings` those of torch's precision and
+    determinism that are not its defaults. Two environments with the same key share measurements.
     """
 
     device: str
@@ -49,9 +68,11 @@ class Environment:
     python: str
     threads: int
     packages: tuple[tuple[str, str], ...]
+    settings: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "packages", tuple(sorted(self.packages)))
+        for name in _PAIRS:
+            object.__setattr__(self, name, tuple(sorted(getattr(self, name))))
 
     @property
     def key(self) -> str:
@@ -59,35 +80,36 @@ class Environment:
         return hashlib.blake2b(canonical_json(self.to_json()).encode(), digest_size=8).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as a dict of JSON values."""
-        return {**asdict(self), "packages": [list(package) for package in self.packages]}
+        """Return the fields as a dict of JSON values, without `settings` where all are the defaults."""
+        values = {**asdict(self), **{name: [list(pair) for pair in getattr(self, name)] for name in _PAIRS}}
+        return values if self.settings else {name: v for name, v in values.items() if name != "settings"}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Environment:
         """Return the environment that `to_json` wrote; raise InvalidArgument for anything else."""
         names = {field.name for field in fields(cls)}
-        if not isinstance(data, Mapping) or set(data) != names:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(data, Mapping) or {*data, "settings"} != names:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgument(f"an environment is a dict with the keys {', '.join(sorted(names))}.")
         text = ("device", "driver", "torch", "python")
-        packages = data["packages"]
+        pairs = {name: data.get(name, ()) for name in _PAIRS}
         if (
             not all(isinstance(data[name], str) for name in text)
             or type(data["threads"]) is not int
-            or not isinstance(packages, list | tuple)
-            or not all(_is_package(package) for package in cast("list[object]", packages))
+            or not all(map(_are_pairs, pairs.values()))
         ):
             raise InvalidArgument(
                 f"an environment has text as {', '.join(text)}, an integer as threads, and pairs of name and version as "
-                f"packages."
+                f"packages, of name and value as settings."
             )
-        values: dict[str, Any] = {**data, "packages": tuple(map(tuple, cast("list[list[str]]", packages)))}
+        values: dict[str, Any] = {**data, **{name: tuple(map(tuple, each)) for name, each in pairs.items()}}
         return cls(**values)
 
     def differences(self, other: Environment) -> tuple[str, ...]:
         """Return how this environment differs from an earlier one, each as "torch 2.13.0, was 2.11.0"."""
         own, earlier = _properties(self), _properties(other)
+        settings = {*dict(self.settings), *dict(other.settings)}
         return tuple(
-            f"{name} {own.get(name, 'not installed')}, was {earlier.get(name, 'not installed')}"
+            f"{name} {own.get(name, _ABSENT[name in settings])}, was {earlier.get(name, _ABSENT[name in settings])}"
             for name in dict.fromkeys((*own, *earlier))
             if own.get(name) != earlier.get(name)
         )
@@ -117,12 +139,34 @@ def current_environment(device: torch.device | None = None) -> Environment:
         python=platform.python_version(),
         threads=torch.get_num_threads(),
         packages=_installed(),
+        settings=current_settings(),
     )
 
 
-def _is_package(package: object) -> bool:
-    pair = cast("list[object]", package) if isinstance(package, list | tuple) else []
-    return len(pair) == 2 and all(isinstance(part, str) for part in pair)
+def current_settings() -> tuple[tuple[str, str], ...]:
+    """Return torch's settings of precision and determinism that are not its defaults, in order."""
+    from dovetail.lowering.cache import precision
+
+    # The default dtype is that of values in the graph. Where nothing is set, "none" is "ieee": a setting that all backends
+    # share is read as each backend's own.
+    now = {
+        name: "none" if value == "ieee" else value
+        for name, value in precision().items()
+        if name != "dtype" and value is not None
+    }
+    changed = {name: str(value) for name, value in now.items() if value != _DEFAULT_SETTINGS.get(name, value)}
+    return tuple(sorted(changed.items()))
+
+
+def _are_pairs(pairs: object) -> bool:
+    if not isinstance(pairs, list | tuple):
+        return False
+    return all(
+        isinstance(pair, list | tuple)
+        and len(cast("list[object]", pair)) == 2
+        and all(isinstance(part, str) for part in cast("list[object]", pair))
+        for pair in cast("list[object]", pairs)
+    )
 
 
 def _properties(environment: Environment) -> dict[str, str]:
@@ -134,6 +178,7 @@ def _properties(environment: Environment) -> dict[str, str]:
         "python": environment.python,
         "threads": str(environment.threads),
         **dict(environment.packages),
+        **dict(environment.settings),
     }
 
 

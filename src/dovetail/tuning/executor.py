@@ -1,36 +1,43 @@
 """Executors: where trials run. A worker process may crash, hang or exhaust memory; that is a failed measurement.
 
 One worker runs one trial at a time, for two that run at once would measure each other. Blocks and the model are written to
-files once and loaded by each worker when it first needs them.
+files once and loaded by each worker when it first needs them, on this machine or, through the store, on another. What no module has that a worker could import, such as
+lambdas and classes of the script that runs, is in these files by value (cloudpickle); classes of equal origin are one class
+in a worker, whichever file they come from.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 import multiprocessing.spawn as spawn
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, Protocol, cast
+from types import ModuleType
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
+from torch._library.custom_ops import CustomOpDef
 
 from dovetail.errors import InvalidArgument
 from dovetail.lowering.backend_protocol import Backend
 from dovetail.lowering.cache import precision, restore_precision
-from dovetail.lowering.worker import describe_exit, die_with_parent, kill_process
+from dovetail.lowering.worker_process import describe_exit, die_with_parent, kill_process
 from dovetail.runtime.presets import Mode
 from dovetail.scheduling.call_recording import copy_tensors
 from dovetail.tuning.block import Block
@@ -38,9 +45,13 @@ from dovetail.tuning.measurement import Measurement
 from dovetail.tuning.trial import Trial
 from dovetail.tuning.trial_runner import TrialRunner
 
+_Result = TypeVar("_Result")
 IN_WORKER = "DOVETAIL_TUNING_WORKER"
 """Set in the environment of worker processes, where `tune` must not start."""
+SETUP, MODEL = "setup", "model"
 _START_SECONDS = 180.0
+_AGAIN_SECONDS = 1.0
+_OUTPUTS = itertools.count()
 _LOG = logging.getLogger("dovetail")
 
 
@@ -78,7 +89,8 @@ class TunedModel:
 class InProcess:
     """Runs trials in this process, on a copy of the model: for models that cannot be sent to another.
 
-    A crash ends the search, and a trial that hangs is not stopped.
+    A crash ends the search. A trial that hangs is stopped where `can_interrupt` holds, and only between two steps of Python
+    code: not inside of a kernel or a compiler.
     """
 
     def __init__(self, model: TunedModel, backends: Sequence[Backend]) -> None:
@@ -92,14 +104,24 @@ class InProcess:
         if self._runner is not None:
             self._runner.load_block(block)
 
-    def measure(self, trial: Trial, timeout: float) -> Measurement:
+    def measure(self, trial: Trial, timeout: float) -> Measurement | None:
+        if not can_interrupt():
+            return self._measure(trial)
+        measured = interrupted_after(timeout, lambda: self._measure(trial))
+        if measured is None:
+            # What the interrupt left half-done is not used again.
+            self.restart()
+        return measured
+
+    def _measure(self, trial: Trial) -> Measurement:
         if self._runner is None:
-            self._runner = TrialRunner(self._backends, str(self._model.device))
+            runner = TrialRunner(self._backends, str(self._model.device))
             for block in self._blocks.values():
-                self._runner.load_block(block)
+                runner.load_block(block)
             tuned = self._model
             args, kwargs = copy_tensors((tuned.args, dict(tuned.kwargs)))
-            self._runner.load_model(copy.deepcopy(tuned.model), args, kwargs, tuned.mode)
+            runner.load_model(_copied(tuned.model), args, kwargs, tuned.mode)
+            self._runner = runner
         return self._runner.run(trial)
 
     def restart(self) -> None:
@@ -109,36 +131,151 @@ class InProcess:
         self._runner = None
 
 
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise InvalidArgument(
+            f"the model can neither be sent to another process nor be copied: {type(error).__name__}: {error}"
+        ) from error
+
+
+def can_interrupt() -> bool:
+    """Return whether a timer can interrupt code that runs here: on the main thread of a POSIX process."""
+    return (
+        hasattr(signal, "setitimer")
+        and threading.current_thread() is threading.main_thread()
+        # A handler that was not set by Python code could not be restored.
+        and signal.getsignal(signal.SIGALRM) is not None
+    )
+
+
+def interrupted_after(seconds: float, run: Callable[[], _Result]) -> _Result | None:
+    """Return what `run` returns; None if it takes longer, after TimeoutError was raised inside of it.
+
+    The error is raised again every second until `run` ends, for code that catches it may go on. The handler and the timer
+    of the process are restored, a timer that ran before with the time that it has left.
+    """
+    is_running, is_late = True, False
+
+    def stop(number: int, frame: Any) -> None:
+        nonlocal is_late
+        if is_running:
+            is_late = True
+            raise TimeoutError(f"it takes longer than {seconds:.3g} s")
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    start = time.monotonic()
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_SECONDS)
+    try:
+        try:
+            result = run()
+        finally:
+            is_running = False
+    except TimeoutError:
+        if not is_late:
+            raise
+        return None
+    finally:
+        is_running = False
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, handler)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(1e-6, left - (time.monotonic() - start)), interval)
+    # Code that catches errors of trials has caught this one too.
+    return None if is_late else result
+
+
 class WorkerLost(Exception):
     """A worker process has died or was killed; the message is the reason."""
 
 
-class LocalExecutor:
-    """Runs trials in one worker process, which is started again after it has died."""
+class TrialFiles:
+    """A folder with what worker processes load: the setup, the model with its inputs, and blocks by key."""
 
-    def __init__(self, model: TunedModel, backends: Sequence[Backend]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="dovetail-tune-")
-        self._process: _Worker | None = None
-        at = Path(self._folder.name)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def setup(self) -> Path:
+        return self.folder / SETUP
+
+    @property
+    def model(self) -> Path:
+        return self.folder / MODEL
+
+    def block(self, key: str) -> Path:
+        return self.folder / f"block-{key}"
+
+    def write(
+        self, tuned: TunedModel, backends: Sequence[Backend], runner: type[TrialRunner] = TrialRunner
+    ) -> None:
+        """Write setup and model; raise InvalidArgument for what cannot be sent to a process."""
+        self._pickle = _pickle_module()
+        what = "the backends"
         try:
-            self._setup = _write_setup(at, model, backends)
-            until = time.monotonic() + _START_SECONDS
+            packed = self._pickle.dumps((runner, list(backends)))
+            what = "the model"
+            self._write((tuned.model, tuned.args, dict(tuned.kwargs), tuned.mode), self.model)
+        except Exception as error:
+            raise InvalidArgument(
+                f"{what} cannot be sent to another process: {type(error).__name__}: {error}"
+            ) from error
+        setup = {
+            "path": list(sys.path),
+            "main": _main_script() if self._pickle is pickle else None,
+            "threads": torch.get_num_threads(),
+            "precision": precision(),
+            "device": str(tuned.device),
+            "runner": packed,
+        }
+        self.setup.write_bytes(pickle.dumps(setup))
+
+    def write_block(self, block: Block) -> None:
+        path = self.block(block.key)
+        if not path.exists():
+            self._write(block, path)
+
+    def _write(self, value: Any, path: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.save(value, path, pickle_module=self._pickle)
+
+
+class ProcessExecutor:
+    """Runs trials in one worker process, which is started again after it has died; its files are written already.
+
+    `variables` are set in the environment of the process. With `has_spare` a second one, which has imported what it needs
+    and loaded nothing, takes the place of the first when that one ends.
+    """
+
+    def __init__(
+        self, files: TrialFiles, variables: Mapping[str, str] | None = None, *, has_spare: bool = False
+    ) -> None:
+        self.files, self.variables, self.has_spare = files, dict(variables or {}), has_spare
+        self._spare: _Worker | None = None
+        self._process: _Worker | None = None
+
+    def check(self) -> None:
+        """Start the process; raise InvalidArgument for a model that cannot be read there.
+
+        Else that would be the failure of every trial.
+        """
+        until = time.monotonic() + _START_SECONDS
+        # They import side by side, and before anything is measured.
+        spare = _Worker(self.files, self.variables) if self.has_spare else None
+        try:
             worker = self._start(until)
-            # A model that can be written but not read there is an error here, not that of every trial.
             worker.request(("model", None), until)
             worker.loaded.add("")
+            if spare is not None:
+                spare.request(("ready", None), until)
         except BaseException:
-            self.close()
+            if spare is not None:
+                spare.kill()
+            self.restart()
             raise
-        self._block_files: dict[str, Path] = {}
-
-    def add_block(self, block: Block) -> None:
-        if block.key not in self._block_files:
-            path = Path(self._folder.name) / f"block-{len(self._block_files)}"
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                torch.save(block, path)
-            self._block_files[block.key] = path
+        self._spare = spare
 
     def measure(self, trial: Trial, timeout: float) -> Measurement | None:
         start = time.perf_counter()
@@ -147,7 +284,7 @@ class LocalExecutor:
             worker = self._process or self._start(until)
             for key in trial.blocks:
                 if key not in worker.loaded:
-                    worker.request(("block", str(self._block_files[key])), until)
+                    worker.request(("block", str(self.files.block(key))), until)
                     worker.loaded.add(key)
             if trial.needs_model and "" not in worker.loaded:
                 worker.request(("model", None), until)
@@ -160,6 +297,12 @@ class LocalExecutor:
             self.restart()
             return Measurement((), failure=str(lost), compile_seconds=time.perf_counter() - start)
 
+    def cancel(self) -> None:
+        """Kill the process from another thread: the trial that runs ends as a failure."""
+        worker = self._process
+        if worker is not None:
+            worker.signal()
+
     def restart(self) -> None:
         if self._process is not None:
             self._process.kill()
@@ -167,43 +310,62 @@ class LocalExecutor:
 
     def close(self) -> None:
         self.restart()
-        with contextlib.suppress(OSError):
-            self._folder.cleanup()
+        if self._spare is not None:
+            self._spare.kill()
+            self._spare = None
 
     def _start(self, until: float) -> _Worker:
-        self._process = _Worker(Path(self._folder.name), self._setup)
+        spare, self._spare = self._spare, None
+        if spare is not None and not spare.is_running:
+            spare.kill()
+            spare = None
+        self._process = spare or _Worker(self.files, self.variables)
         self._process.request(("hello", None), until)
         return self._process
 
 
-def _write_setup(at: Path, tuned: TunedModel, backends: Sequence[Backend]) -> Path:
-    """Write what a worker loads first; raise InvalidArgument for what cannot be sent to a process."""
-    model = at / "model"
-    what = "the backends"
-    try:
-        packed = pickle.dumps(list(backends))
-        what = "the model"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.save((tuned.model, tuned.args, dict(tuned.kwargs), tuned.mode), model)
-    except Exception as error:
-        raise InvalidArgument(
-            f"{what} cannot be sent to another process: {type(error).__name__}: {error}"
-        ) from error
-    # The script that runs is imported by the worker only if something of it is needed.
-    needs_main = b"__main__" in packed or _mentions_main(model)
-    setup = {
-        "path": list(sys.path),
-        "main": _main_script() if needs_main else None,
-        "threads": torch.get_num_threads(),
-        "precision": precision(),
-        "device": str(tuned.device),
-        "backends": packed,
-        "model": str(model),
-    }
-    path = at / "setup"
-    path.write_bytes(pickle.dumps(setup))
-    return path
+class LocalExecutor(ProcessExecutor):
+    """Runs trials in one worker process of this machine."""
+
+    def __init__(self, model: TunedModel, backends: Sequence[Backend]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="dovetail-tune-")
+        super().__init__(TrialFiles(Path(self._folder.name)))
+        try:
+            self.files.write(model, backends)
+            self.check()
+        except BaseException:
+            self.close()
+            raise
+
+    def add_block(self, block: Block) -> None:
+        self.files.write_block(block)
+
+    def close(self) -> None:
+        super().close()
+        with contextlib.suppress(OSError):
+            self._folder.cleanup()
+
+
+def _pickle_module() -> ModuleType:
+    """Return what writes for workers: cloudpickle, or pickle if workers have to import the script that runs.
+
+    A script that has registered operators or types with torch must be imported, for that registers them there too; its
+    classes then are those of the import.
+    """
+    if _script_registers():
+        return pickle
+    import cloudpickle
+
+    return cloudpickle
+
+
+def _script_registers() -> bool:
+    """Return whether the script that runs has registered operators with torch, or types as containers of tensors."""
+    # Operators are registered as long as the script holds one of these.
+    holders = (torch.library.Library, CustomOpDef)
+    if any(isinstance(value, holders) for value in list(vars(sys.modules["__main__"]).values())):
+        return True
+    return any(cls.__module__ == "__main__" for cls in pytree.SUPPORTED_NODES)
 
 
 def _main_script() -> dict[str, Any]:
@@ -212,20 +374,12 @@ def _main_script() -> dict[str, Any]:
     return {name: value for name, value in data.items() if name.startswith("init_main_from")}
 
 
-def _mentions_main(path: Path) -> bool:
-    """Return whether a file of torch.save refers to the script that runs: its pickle is stored uncompressed."""
-    import zipfile
-
-    with zipfile.ZipFile(path) as archive:
-        return any(b"__main__" in archive.read(n) for n in archive.namelist() if n.endswith("data.pkl"))
-
-
 class _Worker:
     """A worker process and the connection to it."""
 
-    def __init__(self, folder: Path, setup: Path) -> None:
+    def __init__(self, files: TrialFiles, variables: Mapping[str, str]) -> None:
         self.loaded: set[str] = set()
-        self._output = folder / "output"
+        self._output = files.folder / f"output{next(_OUTPUTS)}"
         self._connection, theirs = Pipe()
         source = str(Path(__file__).parents[2])
         start = (
@@ -234,13 +388,13 @@ class _Worker:
         )
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", start, str(theirs.fileno()), str(setup)],
+                [sys.executable, "-c", start, str(theirs.fileno()), str(files.setup)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env={**os.environ, IN_WORKER: "1"},
+                env={**os.environ, **variables, IN_WORKER: "1"},
             )
         theirs.close()
 
@@ -261,6 +415,16 @@ class _Worker:
             raise WorkerLost(f"the worker process cannot be used: {failure}")
         return answer
 
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def signal(self) -> None:
+        """Kill the process and those it has started, and leave the rest to the thread that waits for it."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+
     def kill(self) -> None:
         self._connection.close()
         kill_process(self._process)
@@ -278,7 +442,8 @@ def run_worker(descriptor: int, setup_path: str) -> None:
     threading.Thread(target=die_with_parent, daemon=True).start()
     connection: Connection[Any, Any] = Connection(descriptor)
     setup = pickle.loads(Path(setup_path).read_bytes())
-    sys.path[:] = setup["path"]
+    # On another machine, what this one has is elsewhere.
+    sys.path[:] = [*setup["path"], *(path for path in sys.path if path not in setup["path"])]
     torch.set_num_threads(setup["threads"])
     restore_precision(setup["precision"])
     runner: TrialRunner | None = None
@@ -289,14 +454,17 @@ def run_worker(descriptor: int, setup_path: str) -> None:
             os._exit(0)
         failure, answer = "", None
         try:
-            if runner is None:
+            if runner is None and kind != "ready":
                 if setup["main"] is not None:
                     spawn.prepare(setup["main"])
-                runner = TrialRunner(pickle.loads(setup["backends"]), setup["device"])
-            if kind == "block":
+                runner_class, backends = pickle.loads(setup["runner"])
+                runner = cast("TrialRunner", runner_class(backends, setup["device"]))
+            if runner is None:
+                pass
+            elif kind == "block":
                 runner.load_block(torch.load(value, weights_only=False))
             elif kind == "model":
-                model, args, kwargs, mode = torch.load(setup["model"], weights_only=False)
+                model, args, kwargs, mode = torch.load(Path(setup_path).parent / MODEL, weights_only=False)
                 runner.load_model(model, args, kwargs, mode)
             elif kind == "run":
                 answer = runner.run(value)

@@ -111,12 +111,12 @@ class ModelPrograms:
         if faults:
             raise InvalidProgram(f"its calls do not run what the plan decides: {faults[0]}")
 
-    def verify(self, module: nn.Module) -> float:
+    def verify(self, module: nn.Module, tolerance: Tolerance | None = None) -> float:
         """Return the largest relative error of a program; raise InvalidProgram if it is beyond the tolerance."""
         if self._comparison is None:
             self._comparison = RunComparison(OriginalRuns(self._runs, self._inputs))
         actual = self._runs.run_module(module, self._inputs)
-        difference = self._comparison.difference(actual, Tolerance())
+        difference = self._comparison.difference(actual, tolerance or Tolerance())
         if difference is not None:
             own = self._comparison.nondeterminism()
             reason = f"it does not compute the same: {difference}"

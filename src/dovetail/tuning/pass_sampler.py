@@ -15,7 +15,15 @@ from typing import Any
 from dovetail.tuning.decisions import PassChoice
 from dovetail.tuning.division_search import DivisionSearch
 from dovetail.tuning.measuring import Measurer
-from dovetail.tuning.search_space import GraphState, SearchSpace, merge_groups, next_passes
+from dovetail.tuning.plan_passes import make_pass
+from dovetail.tuning.search_space import (
+    FUSING,
+    GraphState,
+    SearchSpace,
+    may_follow,
+    merge_groups,
+    next_passes,
+)
 
 _MAX_SAMPLES = 40
 _SLOTS = 4
@@ -41,8 +49,10 @@ class PassSampler:
         self._study: Any = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
         first = space.states[0].graph
         choices = list(next_passes(first, (), blocks.mode))
-        self._groups = merge_groups(first)
-        self._choices = {str(c): c for c in choices if c.name != "MergeParallel"}
+        # Fusing first leaves other groups of siblings to merge.
+        fused = [make_pass(c)(first) for c in choices if c.name == "Fuse"]
+        self._groups = list(dict.fromkeys(g for graph in (first, *fused) for g in merge_groups(graph)))
+        self._choices = {str(c): c for c in (*choices, *FUSING) if c.name != "MergeParallel"}
         merges = [c.options for c in choices if c.name == "MergeParallel"]
         self._merge_options = {k: v for each in merges[:1] for k, v in each.items() if k != "groups"}
 
@@ -81,6 +91,6 @@ class PassSampler:
                 choice = self._choices[name]
             else:
                 continue
-            if all(choice.name != earlier.name for earlier in pipeline):
+            if may_follow(choice, pipeline):
                 pipeline.append(choice)
         return tuple(pipeline)

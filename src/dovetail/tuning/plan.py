@@ -7,6 +7,7 @@ decision is stored by the scope it was measured in, a mode and an environment; m
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument, InvalidFile, checked_call, did_you_mean
 from dovetail.formats.atomic_write import atomic_replace, resolve_target
+from dovetail.ir.html_repr import html_box, html_text
 from dovetail.passes.pass_manager import Pass
 from dovetail.runtime.presets import Mode, PlannedGraph
 from dovetail.tuning.decisions import (
@@ -60,25 +62,25 @@ class Applicable(Generic[AnyDecision]):
 
 
 ByScope = Mapping[str, Mapping[Scope, AnyDecision]]
+Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
     """Decisions by measurement: how graphs run, which regions their blocks have, which backend runs each body.
 
-    `sizes` are the ranges of a size that calls are captured in, by a description of their inputs.
+    `sizes` are the ranges of a size that calls are captured in, by a description of their inputs. Bodies are keyed by
+    the body's hash and a digest of the operands (`body_entry`), or by the hash alone for operands of any kind.
     """
 
     environments: Mapping[str, Environment] = field(default_factory=dict[str, Environment])
     graphs: ByScope[GraphDecision] = field(default_factory=dict[str, dict[Scope, GraphDecision]])
     blocks: ByScope[BlockDecision] = field(default_factory=dict[str, dict[Scope, BlockDecision]])
     bodies: ByScope[BodyDecision] = field(default_factory=dict[str, dict[Scope, BodyDecision]])
-    sizes: Mapping[str, tuple[tuple[int, int], ...]] = field(
-        default_factory=dict[str, tuple[tuple[int, int], ...]]
-    )
+    sizes: Mapping[str, Mapping[Scope, Ranges]] = field(default_factory=dict[str, dict[Scope, Ranges]])
 
     def __post_init__(self) -> None:
-        for name, decisions in self._sections():
+        for name, decisions in (*self._sections(), ("sizes", self.sizes)):
             for key, by_scope in decisions.items():
                 for scope in by_scope:
                     if scope.environment not in self.environments:
@@ -94,16 +96,21 @@ class Plan:
 
         Times of another device say nothing about this one, so that its decisions are not used.
         """
-        by_difference: list[tuple[int, str, tuple[str, ...], AnyDecision]] = []
-        for scope, decision in decisions.get(key, {}).items():
-            measured = self.environments[scope.environment]
-            if scope.mode == mode and measured.device == environment.device:
-                differences = environment.differences(measured)
-                by_difference.append((len(differences), scope.environment, differences, decision))
-        if not by_difference:
+        by_scope = decisions.get(key, {})
+        scope = self._nearest_scope(by_scope, mode, environment)
+        if scope is None:
             return None
-        _, _, differences, decision = min(by_difference, key=lambda row: row[:2])
-        return Applicable(decision, differences)
+        return Applicable(by_scope[scope], environment.differences(self.environments[scope.environment]))
+
+    def _nearest_scope(self, scopes: Iterable[Scope], mode: Mode, environment: Environment) -> Scope | None:
+        """Return the scope of a mode and device whose environment differs least from one; None without any."""
+
+        def distance(scope: Scope) -> tuple[int, str]:
+            return len(environment.differences(self.environments[scope.environment])), scope.environment
+
+        devices = {key: measured.device for key, measured in self.environments.items()}
+        same = [s for s in scopes if s.mode == mode and devices[s.environment] == environment.device]
+        return min(same, key=distance, default=None)
 
     def planned(
         self, gm: GraphModule, *, mode: Mode, backends: Any, passes: Pass, strict: bool
@@ -123,9 +130,23 @@ class Plan:
         """Return the `dynamic_shapes` that a call is captured with, if its size is in a range of the plan; else None."""
         if not self.sizes:
             return None
+        from dovetail.tuning.apply_plan import environment_of_call
         from dovetail.tuning.size_ranges import dynamic_shapes_for
 
-        return dynamic_shapes_for(self.sizes, forward, args, kwargs)
+        model = getattr(forward, "__self__", None)
+        mode: Mode = "training" if getattr(model, "training", False) else "inference"
+        environment = environment_of_call(model, args, kwargs)
+        sizes = {
+            pattern: by_scope[scope]
+            for pattern, by_scope in self.sizes.items()
+            if (scope := self._nearest_scope(by_scope, mode, environment)) is not None
+        }
+        return dynamic_shapes_for(sizes, forward, args, kwargs)
+
+    @property
+    def has_size_ranges(self) -> bool:
+        """Whether calls are captured in ranges of sizes."""
+        return bool(self.sizes)
 
     @checked_call()
     def check(
@@ -179,7 +200,10 @@ class Plan:
         }
         environments = {key: self.environments[key].to_json() for key in sorted(self.environments)}
         if self.sizes:
-            sections["sizes"] = {key: [list(r) for r in self.sizes[key]] for key in sorted(self.sizes)}
+            sections["sizes"] = {
+                key: {str(s): [list(r) for r in by_scope[s]] for s in sorted(by_scope, key=str)}
+                for key, by_scope in sorted(self.sizes.items())
+            }
         whole = {"format": FORMAT, "version": VERSION, "environments": environments, **sections}
         return json.dumps(whole, indent=2, ensure_ascii=False) + "\n"
 
@@ -205,52 +229,69 @@ class Plan:
                 name: _section(_object(values, name), name, kind, environments)
                 for name, kind in sections.items()
             }
-            sizes = {key: _ranges(value, f"sizes.{key}") for key, value in _object(values, "sizes").items()}
+            sizes = _sizes(_object(values, "sizes"), environments)
         except Malformed as error:
             raise Malformed(f"is not a valid plan: {error}") from error
         return cls(environments, **decisions, sizes=sizes)
 
     def __or__(self, other: Plan) -> Plan:
-        """Return the decisions of both; where both have one for the same key and scope, that of `other`."""
+        """Return the decisions of both; where both have one for the same key and scope, that of `other`.
+
+        Of ranges of sizes that overlap in a scope, those of `other` are used.
+        """
         if not isinstance(other, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
             return NotImplemented
         merged: dict[str, Any] = {}
         for (name, mine), (_, theirs) in zip(self._sections(), other._sections(), strict=True):
             merged[name] = {key: {**mine.get(key, {}), **theirs.get(key, {})} for key in {**mine, **theirs}}
         sizes = {
-            key: tuple(sorted({*self.sizes.get(key, ()), *other.sizes.get(key, ())}))
+            key: _merged_ranges(self.sizes.get(key, {}), other.sizes.get(key, {}))
             for key in {**self.sizes, **other.sizes}
         }
         return Plan({**self.environments, **other.environments}, **merged, sizes=sizes)
 
     def diff(self, other: Plan) -> str:
         """Return what `other` decides differently, a line for each decision; empty if nothing."""
+        if not isinstance(other, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"a plan differs from another plan, not from a {type(other).__name__}.")
         lines: list[str] = []
+        environments = _named_environments({**self.environments, **other.environments})
         for (name, mine), (_, theirs) in zip(self._sections(), other._sections(), strict=True):
             for key in sorted({**mine, **theirs}):
                 for scope in sorted({**mine.get(key, {}), **theirs.get(key, {})}, key=str):
                     before, after = mine.get(key, {}).get(scope), theirs.get(key, {}).get(scope)
                     line = _difference(before, after)
                     if line:
-                        lines.append(f"{SINGULAR[name]} {key[:12]} {scope.mode}: {line}")
+                        at = f"{scope.mode}{environments[scope.environment]}"
+                        lines.append(f"{SINGULAR[name]} {key[:12]} {at}: {line}")
         for key in sorted({**self.sizes, **other.sizes}):
-            before, after = (_format_ranges(plan.sizes.get(key, ())) for plan in (self, other))
-            if before != after:
-                lines.append(f"sizes of {key}: {before or 'none'} -> {after or 'none'}")
+            mine, theirs = self.sizes.get(key, {}), other.sizes.get(key, {})
+            for scope in sorted({**mine, **theirs}, key=str):
+                before, after = (_format_ranges(ranges.get(scope, ())) for ranges in (mine, theirs))
+                if before != after:
+                    at = f"{scope.mode}{environments[scope.environment]}"
+                    lines.append(f"sizes of {key} {at}: {before or 'none'} -> {after or 'none'}")
         return "\n".join(lines)
 
     def explain(self) -> str:
         """Return the decisions as text: what was chosen, how long it takes, what came second, what was rejected."""
         lines: list[str] = []
+        environments = _named_environments(self.environments)
         for key, environment in sorted(self.environments.items()):
             lines.append(f"measured on {environment.device}, torch {environment.torch} ({key})")
-        for key, ranges in sorted(self.sizes.items()):
-            lines.append(f"sizes of {key}: {_format_ranges(ranges)}")
+        for key, by_scope in sorted(self.sizes.items()):
+            for scope, ranges in sorted(by_scope.items(), key=lambda item: str(item[0])):
+                at = f"{scope.mode}{environments[scope.environment]}"
+                lines.append(f"sizes of {key} ({at}): {_format_ranges(ranges)}")
         for name, decisions in self._sections():
             for key, by_scope in sorted(decisions.items(), key=lambda item: _label(item[1])):
                 for scope, decision in sorted(by_scope.items(), key=lambda item: str(item[0])):
-                    lines += _explained(SINGULAR[name], key, scope, decision)
+                    at = f"{scope.mode}{environments[scope.environment]}"
+                    lines += _explained(SINGULAR[name], key, at, decision)
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return html_box(repr(self), html_text(self.explain()))
 
     def __repr__(self) -> str:
         counts = [(SINGULAR[name], name, len(decisions)) for name, decisions in self._sections()]
@@ -263,9 +304,14 @@ class Plan:
         yield "bodies", self.bodies
 
     def with_decisions(
-        self, mode: Mode, environment: Environment, **decisions: Mapping[str, Decision]
+        self,
+        mode: Mode,
+        environment: Environment,
+        *,
+        sizes: Mapping[str, Ranges] | None = None,
+        **decisions: Mapping[str, Decision],
     ) -> Plan:
-        """Return the plan with further `graphs`, `blocks` and `bodies`, measured in one mode and environment."""
+        """Return the plan with further `graphs`, `blocks`, `bodies` and `sizes`, measured in one mode and environment."""
         unknown = sorted(set(decisions) - {name for name, _ in self._sections()})
         if unknown:
             raise InvalidArgument(f"a plan has no {unknown[0]!r}; give graphs, blocks or bodies.")
@@ -274,6 +320,7 @@ class Plan:
             name: {key: {scope: decision} for key, decision in by_key.items()}
             for name, by_key in decisions.items()
         }
+        added["sizes"] = {pattern: {scope: ranges} for pattern, ranges in (sizes or {}).items()}
         return self | replace(Plan({environment.key: environment}), **added)
 
 
@@ -350,7 +397,28 @@ def _scope(text: str, environments: Mapping[str, Environment], where: str) -> Sc
     return Scope(mode, environment)
 
 
-def _ranges(value: Any, where: str) -> tuple[tuple[int, int], ...]:
+def _sizes(
+    by_pattern: Mapping[str, Any], environments: Mapping[str, Environment]
+) -> dict[str, dict[Scope, Ranges]]:
+    return {
+        pattern: {
+            _scope(scope, environments, f"sizes.{pattern}"): _ranges(value, f"sizes.{pattern}.{scope}")
+            for scope, value in _object(by_pattern, pattern, "sizes.").items()
+        }
+        for pattern in by_pattern
+    }
+
+
+def _merged_ranges(mine: Mapping[Scope, Ranges], theirs: Mapping[Scope, Ranges]) -> dict[Scope, Ranges]:
+    """Return the ranges of both by scope, without those of `mine` that overlap one of `theirs`."""
+    merged = {**mine, **theirs}
+    for scope in mine.keys() & theirs.keys():
+        kept = [r for r in mine[scope] if all(r[1] < low or high < r[0] for low, high in theirs[scope])]
+        merged[scope] = tuple(sorted({*kept, *theirs[scope]}))
+    return merged
+
+
+def _ranges(value: Any, where: str) -> Ranges:
     """Return ranges of a size; raise Malformed unless each is a pair of ints in order."""
     pairs = decode(tuple[tuple[int, ...], ...], value, where)
     for pair in pairs:
@@ -363,6 +431,23 @@ def _format_ranges(ranges: Iterable[tuple[int, int]]) -> str:
     return ", ".join(f"{low} to {high}" if low < high else str(low) for low, high in ranges)
 
 
+def body_entry(key: str, operands: str) -> str:
+    """Return the key of a body's decision for operands of a description."""
+    return f"{key}/{hashlib.blake2b(operands.encode(), digest_size=4).hexdigest()}"
+
+
+def body_key(entry: str) -> str:
+    """Return the hash of the body that a decision is for, whatever its operands are."""
+    return entry.partition("/")[0]
+
+
+def _named_environments(environments: Mapping[str, Environment]) -> dict[str, str]:
+    """Return what distinguishes environments in a line about one of them, empty if there is only one."""
+    if len(environments) < 2:
+        return dict.fromkeys(environments, "")
+    return {key: f" on {at.device}, torch {at.torch} ({key[:6]})" for key, at in environments.items()}
+
+
 def _label(by_scope: Mapping[Scope, Decision]) -> str:
     return next(iter(by_scope.values())).label
 
@@ -372,18 +457,17 @@ def _difference(before: Decision | None, after: Decision | None) -> str:
         return f"added: {after.label}: {after.choice}"
     if after is None and before is not None:
         return f"removed: {before.label}: {before.choice}"
-    if before is None or after is None or replace(before, **_TIMES) == replace(after, **_TIMES):
+    if before is None or after is None or before.without_times() == after.without_times():
         return ""
     was, now = (f"{d.choice}, {d.seconds}" if d.seconds else d.choice for d in (before, after))
     return f"{after.label}: {was} -> {now}"
 
 
-_TIMES: dict[str, Any] = {"label": "", "seconds": None, "runner_up": None, "rejected": ()}
-
-
-def _explained(section: str, key: str, scope: Scope, decision: Decision) -> Iterator[str]:
+def _explained(section: str, key: str, at: str, decision: Decision) -> Iterator[str]:
     time = f", {decision.seconds}" if decision.seconds else ""
-    yield f"{section} {key[:12]} ({scope.mode}) {decision.label}: {decision.choice}{time}"
+    yield f"{section} {key[:12]} ({at}) {decision.label}: {decision.choice}{time}"
+    if decision.evidence:
+        yield f"  {decision.evidence}"
     if decision.runner_up is not None:
         second = decision.runner_up
         yield f"  runner-up: {second.choice}{f', {second.seconds}' if second.seconds else ''}{_why(second.reason)}"

@@ -8,6 +8,7 @@ in a fresh process, and loses its place to any of the always present ones that i
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,15 +20,16 @@ from dovetail.tuning.decisions import (
     BackendChoice,
     BlockDecision,
     BodyDecision,
+    Decision,
     GraphDecision,
     Spread,
 )
-from dovetail.tuning.division_search import BlockChoice, BodyCost, DivisionSearch, division_label
+from dovetail.tuning.division_search import BlockChoice, BodyCost, DivisionSearch
 from dovetail.tuning.environment import Environment
 from dovetail.tuning.measurement import Measurement
 from dovetail.tuning.measuring import Measurer
 from dovetail.tuning.model_programs import EAGER, TORCH_COMPILE
-from dovetail.tuning.plan import Plan
+from dovetail.tuning.plan import Plan, body_entry
 from dovetail.tuning.region_candidates import EXISTING
 from dovetail.tuning.search_space import GraphState, SearchSpace
 from dovetail.tuning.size_ranges import Range
@@ -38,8 +40,10 @@ _FINALISTS = 5
 """Programs other than those without dovetail that are compared in the end."""
 _WITHIN = 1.3
 """Programs that take more than this many times the best one's time are not compared in the end."""
+_RIVAL = 1.5
+"""Programs that take more than this many times the winner's time in the end cannot be faster in a fresh process."""
 _CONFIRMATIONS = 3
-_COMPILERS = 2
+COMPILERS = 2
 """Compilers that get the states after passes as one region."""
 _EXECUTION: Mapping[str, str] = {EAGER: "model", TORCH_COMPILE: "torch.compile"}
 """What a plan says for a program without dovetail."""
@@ -106,10 +110,9 @@ class ProgramSearch:
         self.space, self.blocks, self.measurer = space, blocks, measurer
         self.mode: Mode = mode
         self.operands, self.environment, self.memory, self.seed = operands, environment, memory, seed
-        self._empty = Plan(sizes=sizes or {})
+        self._sizes = dict(sizes or {})
         self.is_cuda = environment.device.startswith("cuda")
         self.candidates: dict[str, ProgramCandidate] = {}
-        self.predictions: list[tuple[str, float, float]] = []
 
     def add_baselines(self) -> None:
         """Add the programs that are always compared: eager, torch.compile, and each compiler on the whole graph."""
@@ -176,7 +179,7 @@ class ProgramSearch:
             if candidate.decision.whole is not None and candidate.is_guaranteed and key in ratios
         ]
         ranked = sorted(wholes, key=lambda row: row[0])
-        return [choice for ratio, choice in ranked[:_COMPILERS] if choice and ratio <= _WITHIN * ranked[0][0]]
+        return [choice for ratio, choice in ranked[:COMPILERS] if choice and ratio <= _WITHIN * ranked[0][0]]
 
     def _add_single_backend(self, state: GraphState, backend: str) -> None:
         """Add the blocks of a state as wholes by one backend, as far as it takes them."""
@@ -221,16 +224,23 @@ class ProgramSearch:
         """Return the plan of a program, without times: equal programs have equal plans."""
         blocks = {key: BlockDecision("", regions=outlined_regions(choice)) for key, choice in choices.items()}
         bodies = {
-            key: BodyDecision("", operands=operands, backend=backend)
-            for key, (operands, backend, _) in self._bodies(choices).items()
+            body_entry(key, operands): BodyDecision("", operands=operands, backend=backend)
+            for (key, operands), (backend, _) in self._bodies(choices).items()
         }
-        return self._empty.with_decisions(
-            self.mode, self.environment, graphs={self.space.key: decision}, blocks=blocks, bodies=bodies
-        )
+        return self._with_decisions(graphs={self.space.key: decision}, blocks=blocks, bodies=bodies)
 
-    def _bodies(self, choices: Mapping[str, BlockChoice]) -> dict[str, tuple[str, BackendChoice | None, str]]:
-        """Return the operands, the backend and a label of each body in some divisions, the weightiest block's first."""
-        bodies: dict[str, tuple[str, BackendChoice | None, str]] = {}
+    def _with_decisions(self, **decisions: Mapping[str, Decision]) -> Plan:
+        return Plan().with_decisions(self.mode, self.environment, sizes=self._sizes, **decisions)
+
+    def _bodies(
+        self, choices: Mapping[str, BlockChoice]
+    ) -> dict[tuple[str, str], tuple[BackendChoice | None, str]]:
+        """Return the backend and a label of each body, with its operands, in divisions, the weightiest block's first.
+
+        A body is compiled once for all operands that it has in a program: by the backend of the weightiest call.
+        """
+        bodies: dict[tuple[str, str], tuple[BackendChoice | None, str]] = {}
+        by_key: dict[str, BackendChoice | None] = {}
         weight = {key: self.blocks.seconds(key) * self.space.calls(key) for key in choices}
         for key in sorted(choices, key=lambda k: (-weight[k], k)):
             block = self.space.blocks[key]
@@ -241,14 +251,17 @@ class ProgramSearch:
                 )
                 operands = block.candidate_operands(candidate)
                 label = f"{candidate.label} of {block.block.label}"
-                bodies.setdefault(candidate.key, (operands, backend, label))
+                bodies.setdefault(
+                    (candidate.key, operands), (by_key.setdefault(candidate.key, backend), label)
+                )
         for key in choices:
             # Regions that passes left and that the division has no backend for run as they are.
             block = self.space.blocks[key]
             for candidate in block.candidates:
                 if candidate.choice.rule == EXISTING:
                     label = f"{candidate.label} of {block.block.label}"
-                    bodies.setdefault(candidate.key, (block.candidate_operands(candidate), None, label))
+                    backend = by_key.setdefault(candidate.key, None)
+                    bodies.setdefault((candidate.key, block.candidate_operands(candidate)), (backend, label))
         return bodies
 
     def _identity(self) -> str:
@@ -266,6 +279,11 @@ class ProgramSearch:
             if measured is not None:
                 name = self.candidates[best[0]].program.name
                 self.measurer.progress.best(name, statistics.median(measured.samples))
+
+    @property
+    def has_result(self) -> bool:
+        """Whether a program was measured that may win."""
+        return bool(self._ratios())
 
     def _ratios(self) -> dict[str, float]:
         """Return the time of each program relative to the model as it is, of those that may win."""
@@ -301,7 +319,7 @@ class ProgramSearch:
         if not ratios:
             return None
         outcome = self._without_comparison(ratios)
-        self._add_rejected(outcome, ratios, [self.candidates[key] for key in ratios])
+        self._add_rejected(outcome, ratios, [outcome.winner, *(c for c, *_ in outcome.others)])
         return outcome
 
     def _without_comparison(self, ratios: Mapping[str, float]) -> Outcome:
@@ -310,24 +328,26 @@ class ProgramSearch:
         Times are ratios to the model as it is, scaled by one time of it, so that they can be set side by side.
         """
         planned = {key: ratio for key, ratio in ratios.items() if not self.candidates[key].is_baseline}
+        for key, candidate in self.candidates.items():
+            # What runs without dovetail runs by a plan too, which was not measured yet if the time ended before.
+            baseline = next((n for n, e in _EXECUTION.items() if e == candidate.decision.execution), "")
+            if baseline in ratios and self.measurer.get(self.trial(candidate)) is None:
+                planned[key] = ratios[baseline]
         if not planned:
-            # Only the programs without dovetail were measured: the model as it is runs by a plan too.
             as_it_is = next(c for c in self.candidates.values() if c.decision.execution == "model")
             planned = {as_it_is.program.key: 1.0}
         ranked = sorted(planned, key=lambda key: (planned[key], self.candidates[key].complexity))
-        base = statistics.median(value for key in ratios for value in self._reference(self.candidates[key]))
+        measured = [self.measurer.get(self.trial(self.candidates[key])) for key in ratios]
+        references = [cast("list[float]", each.details["reference"]) for each in measured if each]
+        base = statistics.median(itertools.chain(*references))
+        ratios = {**planned, **ratios}
         outcome = Outcome(self.candidates[ranked[0]], _single(planned[ranked[0]] * base), None)
-        for key in sorted({**ratios, **planned}, key=lambda key: ratios.get(key, 1.0)):
+        for key in sorted(ratios, key=ratios.__getitem__):
             if key != ranked[0]:
                 ratio = ratios[key] / planned[ranked[0]]
                 comparison = Comparison(ratio, ratio, ratio, 0.0, "slower" if ratio >= 1 else "faster")
                 outcome.others.append((self.candidates[key], comparison, _single(ratios[key] * base)))
         return outcome
-
-    def _reference(self, candidate: ProgramCandidate) -> list[float]:
-        """Return the times of the model as it is in the rounds of a program."""
-        measured = cast("Measurement", self.measurer.get(self.trial(candidate)))
-        return cast("list[float]", measured.details["reference"])
 
     def _finalists(self, ratios: Mapping[str, float]) -> list[ProgramCandidate]:
         """Return the programs that are compared: those without dovetail, and the fastest of the others."""
@@ -344,7 +364,8 @@ class ProgramSearch:
             and self.candidates[key].decision.execution == _EXECUTION[baselines[0].program.name]
             and not self.candidates[key].is_baseline
         ]
-        guaranteed = [c for c in planned if c.is_guaranteed]
+        # Slow when measured alone may be noise: the winner must not be slower than any of these.
+        guaranteed = [self.candidates[key] for key in ranked if self.candidates[key].is_guaranteed]
         chosen = [*planned[:_FINALISTS], *guaranteed, *wrapped, *baselines]
         return list({c.program.key: c for c in chosen}.values())
 
@@ -387,35 +408,49 @@ class ProgramSearch:
         return outcome
 
     def _confirmed(self, outcome: Outcome) -> Outcome:
-        """Return the outcome of comparisons in fresh processes: no program that must not be faster is."""
-        guaranteed = [c for c, *_ in outcome.others if c.is_guaranteed]
+        """Return the outcome of comparisons in fresh processes: no program that must not be faster is.
+
+        Those that were much slower in this one are not compiled again for it.
+        """
+        guaranteed = [
+            c for c, comparison, _ in outcome.others if c.is_guaranteed and comparison.low <= _RIVAL
+        ]
         for number in range(_CONFIRMATIONS):
             if self.measurer.interrupted or self.measurer.left(1.05) <= 0:
                 return outcome
             self.measurer.executor.restart()
             stage = "confirmation" if number == 0 else f"confirmation {number + 1}"
             others = [c for c in guaranteed if c is not outcome.winner]
-            again = self._compare([outcome.winner, *others], stage)
+            again: Outcome | None = None
+            with self.measurer.until_interrupted():
+                again = self._compare([outcome.winner, *others], stage)
             if again is None:
                 return outcome
-            faster = [
-                (c, s)
-                for c, comparison, s in again.others
-                if comparison.verdict == "faster" and c in guaranteed
-            ]
-            if again.winner is outcome.winner or not faster:
-                outcome.is_confirmed = not faster
+            reason = _replacement_reason(outcome.winner, again)
+            if not reason:
+                outcome.is_confirmed = not any(
+                    comparison.verdict == "faster" and c in guaranteed for c, comparison, _ in again.others
+                )
                 return outcome
-            reason = f"it was not confirmed: slower than {again.winner.program.name} in a fresh process"
+            compared = {again.winner.program.key, *(c.program.key for c, *_ in again.others)}
+            name = outcome.winner.program.name
+            if outcome.winner.is_guaranteed and outcome.winner.program.key in compared:
+                guaranteed.append(outcome.winner)
             outcome = replace(
                 outcome,
                 winner=again.winner,
                 seconds=again.seconds,
                 noise=again.noise,
-                others=again.others,
+                undecided=again.undecided,
+                others=[row for row in again.others if row[0] is not outcome.winner],
                 rejected=[
                     *outcome.rejected,
-                    Alternative(outcome.winner.program.name, outcome.seconds, reason),
+                    Alternative(name, outcome.seconds, reason),
+                    *(
+                        Alternative(c.program.name, s, f"{comparison.ratio:.3f} times the time of {name}")
+                        for c, comparison, s in outcome.others
+                        if c.program.key not in compared
+                    ),
                 ],
             )
         return outcome
@@ -448,6 +483,9 @@ class ProgramSearch:
             seconds=outcome.seconds,
             runner_up=_runner_up(outcome),
             rejected=_rejected(outcome),
+            is_confirmed=outcome.is_confirmed,
+            noise=None if outcome.noise is None else round(outcome.noise, 4),
+            undecided=outcome.undecided,
         )
         choices = winner.choices or self._best_choices()
         blocks = {
@@ -462,12 +500,10 @@ class ProgramSearch:
             for key, choice in choices.items()
         }
         bodies = {
-            key: self._body_decision(key, operands, backend, text, choices)
-            for key, (operands, backend, text) in self._bodies(choices).items()
+            body_entry(key, operands): self._body_decision(key, operands, backend, text, choices)
+            for (key, operands), (backend, text) in self._bodies(choices).items()
         }
-        return self._empty.with_decisions(
-            self.mode, self.environment, graphs={self.space.key: graph}, blocks=blocks, bodies=bodies
-        )
+        return self._with_decisions(graphs={self.space.key: graph}, blocks=blocks, bodies=bodies)
 
     def _best_choices(self) -> Mapping[str, BlockChoice]:
         """Return the divisions of the best state, for other models that have its blocks."""
@@ -488,7 +524,12 @@ class ProgramSearch:
         rows: dict[str, tuple[BodyCost, float]] = {}
         for block_key in choices:
             units = self.blocks.unit_seconds(block_key)
-            numbers = [i for i, c in enumerate(self.space.blocks[block_key].candidates) if c.key == key]
+            block = self.space.blocks[block_key]
+            numbers = [
+                i
+                for i, c in enumerate(block.candidates)
+                if c.key == key and block.candidate_operands(c) == operands
+            ]
             for cost in self.blocks.costs(block_key, numbers[:1]):
                 base = sum(units[k] for k in cost.candidate.units)
                 rows.setdefault(str(cost.backend), (cost, base))
@@ -518,6 +559,19 @@ def outlined_regions(choice: BlockChoice) -> tuple[Any, ...]:
     return tuple(region for region, _ in choice.division.regions if region.rule != EXISTING)
 
 
+def _replacement_reason(winner: ProgramCandidate, again: Outcome) -> str:
+    """Return why the winner of a comparison in a fresh process replaces an earlier one; "" if it does not."""
+    if again.winner is winner:
+        return ""
+    own = next((comparison for c, comparison, _ in again.others if c is winner), None)
+    if own is None:
+        failures = (a.reason for a in again.rejected if a.choice == winner.program.name)
+        return f"it failed in a fresh process: {next(failures, 'no reason is known')}"
+    if own.verdict != "slower":
+        return ""
+    return f"it was not confirmed: slower than {again.winner.program.name} in a fresh process"
+
+
 def _runner_up(outcome: Outcome) -> Alternative | None:
     ranked = sorted(outcome.others, key=lambda row: row[1].ratio)
     return _alternative(*ranked[0]) if ranked else None
@@ -536,11 +590,3 @@ def _alternative(candidate: ProgramCandidate, comparison: Comparison, seconds: S
         "faster": f"{comparison.ratio:.3f} times the time, but not a plan's own program",
     }
     return Alternative(candidate.program.name, seconds, words[comparison.verdict])
-
-
-def describe_choices(choices: Mapping[str, BlockChoice], space: SearchSpace) -> list[str]:
-    """Return the divisions of blocks, a line for each."""
-    return [
-        f"{space.blocks[key].block.label}: {division_label(choice.division)}"
-        for key, choice in choices.items()
-    ]

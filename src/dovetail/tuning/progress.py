@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from dovetail.tuning.decisions import format_seconds
+from dovetail.ir.text_tables import format_seconds
 from dovetail.tuning.measurement import Measurement
 from dovetail.tuning.measuring import Progress
 from dovetail.tuning.trial import Trial
@@ -115,6 +115,6 @@ class Terminal(_Counts):
         self._live.stop()
 
 
-def make_progress(budget: float) -> Progress:
-    """Return the display for this process: live on a terminal, else lines."""
-    return Terminal(budget) if sys.stderr.isatty() else Lines(budget)
+def make_progress(left: float) -> Progress:
+    """Return the display for this process, of so many seconds that are left: live on a terminal, else lines."""
+    return Terminal(left) if sys.stderr.isatty() else Lines(left)

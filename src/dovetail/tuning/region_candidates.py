@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -19,22 +19,29 @@ from torch.fx import GraphModule, Node
 from dovetail.errors import DovetailError
 from dovetail.fusion.candidates import PlannedRegion, Planner, Proposed, Refused, collect
 from dovetail.fusion.fuse import fuse
-from dovetail.ir.nodes import format_type, is_projection
+from dovetail.ir.nodes import is_projection
 from dovetail.lowering.backend_protocol import Backend
 from dovetail.outlining.bodies import Bodies
-from dovetail.outlining.outline import Request, outline
+from dovetail.outlining.outline import Request, operands_of, outline
 from dovetail.outlining.region import Region, body_key, regions
 from dovetail.rules.horizontal import siblings
 from dovetail.rules.op_classes import OpClass, classify
 from dovetail.rules.partition import capability
 from dovetail.rules.rule import Candidate, Rule, RuleContext, RuleSet
 from dovetail.rules.vertical import groups
-from dovetail.tuning.apply_plan import AlwaysPays
+from dovetail.tuning.apply_plan import AlwaysPays, describe_operands
 from dovetail.tuning.block import Block
 from dovetail.tuning.decisions import RegionChoice
+from dovetail.tuning.plan_passes import rule_set
 
 EXISTING = "existing"
 """The rule of regions that a block has already."""
+FUSING_ROUNDS: Mapping[str, Sequence[str]] = {
+    "default": (),
+    "library": ("groups", "siblings"),
+    "groups": ("library", "siblings"),
+}
+"""The rule sets that fusing begins with, and those that a second round may have, by the names that plans have for them."""
 MAX_CANDIDATES = 48
 """The most distinct bodies of a block that are compiled, those of the most operations that fuse first."""
 
@@ -118,13 +125,12 @@ def _whole(block: Block) -> list[Proposed]:
 
 
 def _parts(block: Block, backends: Sequence[Backend]) -> Iterator[Proposed]:
-    from dovetail.rules import DEFAULT, library
+    from dovetail.rules import library
 
     context = block.context
     rules = RuleSet(library.ALL, groups(), siblings(), _Modules())
     yield from collect(context, rules).candidates
-    for name, rule_set in (("default", DEFAULT), ("groups", RuleSet(groups()))):
-        members = _fused_members(block, rule_set)
+    for name, members in _fused_members(block):
         yield from collect(context, RuleSet(_Fixed(f"fuse_{name}", "group", members))).candidates
     anchors = [
         list(unit)
@@ -177,14 +183,36 @@ class _Modules(Rule):
                 yield Candidate(self.name, self.kind, tuple(members))
 
 
-def _fused_members(block: Block, rules: RuleSet) -> list[list[int]]:
-    """Return the operations of each region that fusing makes, regions inside one flattened."""
+def _fused_members(block: Block) -> Iterator[tuple[str, list[list[int]]]]:
+    """Yield the operations of each region that fusing makes, by the names of its rule sets in order.
+
+    Regions inside of one are flattened. Of a second round, and of the library, whose rules propose by themselves, these
+    are only those that no other gives.
+    """
+    known: set[tuple[int, ...]] = set()
+    once = {rules: _fused(block.program, rules) for rules in FUSING_ROUNDS}
+    for rules in ("default", "groups"):
+        members = _members_of_regions(block, once[rules])
+        known.update(map(tuple, members))
+        yield rules, members
+    known.update(map(tuple, _members_of_regions(block, once["library"])))
+    for first, following in FUSING_ROUNDS.items():
+        for second in following:
+            members = _members_of_regions(block, _fused(once[first], second))
+            yield f"{first}_{second}", [each for each in members if tuple(each) not in known]
+            known.update(map(tuple, members))
+
+
+def _fused(gm: GraphModule, rules: str) -> GraphModule:
     try:
-        fused = fuse(block.program, rules)
+        return fuse(gm, rule_set(rules))
     except DovetailError:
-        return []
+        return gm
+
+
+def _members_of_regions(block: Block, fused: GraphModule) -> list[list[int]]:
     names = block.context.index.names
-    members_of = [[names[name] for name in region.nodes if name in names] for region in regions(fused)]
+    members_of = [sorted(names[name] for name in region.nodes if name in names) for region in regions(fused)]
     return [members for members in members_of if members]
 
 
@@ -221,10 +249,17 @@ def _existing(block: Block) -> Iterator[RegionCandidate]:
         yield RegionCandidate(choice, frozenset([block.unit_of[position]]), region.key, (EXISTING,))
 
 
+def cloned_units(block: Block, candidate: RegionCandidate) -> frozenset[int]:
+    """Return the units that a candidate clones: they stay in the block where others read them."""
+    choice = candidate.choice
+    cloned = {*choice.members} - {*choice.taken}
+    return frozenset(block.unit_of[i] for i in cloned if i in block.unit_of)
+
+
 def region_of(block: Block, choice: RegionChoice) -> Region:
     """Return a candidate outlined in the block's program."""
     outlined = outlined_with(block, [choice])
-    names = {block.context.nodes[i].name for i in choice.members}
+    names = {block.context.nodes[i].name for i in choice.taken}
     if choice.rule == EXISTING:
         return next(r for r in regions(outlined) if r.name in names)
     return next(r for r in regions(outlined) if names.intersection(r.nodes))
@@ -237,12 +272,8 @@ def outlined_with(block: Block, choices: Iterable[RegionChoice]) -> GraphModule:
 
 
 def candidate_operands(block: Block, choice: RegionChoice) -> str:
-    """Return what distinguishes calls of equal bodies: which operands are weights, and the layout of the others."""
-    texts: list[str] = []
-    for node in region_of(block, choice).inputs:
-        text = format_type(node.meta.get("val"))
-        texts.append(f"{text} weight" if node.op == "get_attr" else text)
-    return ", ".join(texts)
+    """Return the operands of a candidate as they arrive in the block."""
+    return describe_operands(region_of(block, choice))
 
 
 def why_unsupported(region: Region, backend: Backend) -> str | None:
@@ -282,23 +313,22 @@ def _candidate(block: Block, bodies: Bodies, plan: PlannedRegion) -> RegionCandi
         return None
     if not units.isdisjoint(block.copies):
         return None
-    inside = [nodes[i] for i in draft.inside]
-    own = set(inside)
-    operands = list(dict.fromkeys(n for node in inside for n in node.all_input_nodes if n not in own))
-    outputs = [nodes[i] for i in draft.outputs]
-    body, _ = bodies.share(draft.identity.kind, operands, inside, outputs)
+    inside, outputs = [nodes[i] for i in draft.inside], [nodes[i] for i in draft.outputs]
+    operands, values = operands_of(index, draft)
+    body, _ = bodies.share(draft.identity.kind, operands, inside, outputs, values=values)
     position = index.position
-    escapes = {str(i): policy for i, policy in sorted(draft.policies.items())}
-    if draft.default_policy != "auto" and not escapes:
-        escapes = {"*": draft.default_policy}
+    # As they were resolved here, so that nothing is decided again in a graph with this block.
+    members = draft.members | draft.clones
+    resolved = {i: policy for i, (policy, _) in draft.escapes.items() if i in members}
+    resolved.update(dict.fromkeys(draft.clones, "duplicate"))
     choice = RegionChoice(
         kind=draft.identity.kind,
-        members=tuple(sorted(draft.members)),
+        members=tuple(sorted(members)),
         version=draft.identity.version,
         attrs=json.loads(draft.identity.attrs),
         arguments={name: position[node] for name, node in draft.arguments.items()},
         results=tuple(None if node is None else position[node] for node in draft.results),
         rule=draft.rule,
-        escapes=escapes,
+        escapes={str(i): policy for i, policy in sorted(resolved.items())},
     )
     return RegionCandidate(choice, units, body_key(body))

@@ -122,21 +122,39 @@ def search(
             run(end / measurer.budget)
         report.phases[name] = measurer.elapsed - start
 
-    programs.add_baselines()
-    phase("baselines", lambda share: programs.measure("baselines", share))
-    programs.add_wholes()
-    phase("passes", lambda share: programs.measure("whole graph after passes", share))
+    best: list[GraphState] = []
+    keys: list[str] = []
+
+    def baselines(share: float) -> None:
+        programs.add_baselines()
+        programs.measure("baselines", share)
+        if not programs.has_result:
+            # The time for a comparison is of no use without anything to compare.
+            programs.measure("baselines", 1.0)
+
+    def wholes(share: float) -> None:
+        programs.add_wholes()
+        programs.measure("whole graph after passes", share)
+
+    def candidates(share: float) -> None:
+        best.extend(best_states(space, blocks))
+        keys.extend(dict.fromkeys(key for state in best for key in state.blocks))
+        blocks.measure_candidates(keys, share)
+
+    def divided(share: float) -> None:
+        programs.add_states(best)
+        programs.measure("programs", share)
+
+    phase("baselines", baselines)
+    phase("passes", wholes)
     phase("coarse", lambda share: blocks.measure_coarse(list(space.blocks), share))
     if not space.is_complete and new_state is not None:
-        sampler = PassSampler(space, blocks, new_state, seed=seed)
-        phase("sampled", lambda share: sampler.run(measurer, share))
-    best = best_states(space, blocks)
-    keys = list(dict.fromkeys(key for state in best for key in state.blocks))
-    phase("candidates", lambda share: blocks.measure_candidates(keys, share))
+        make = new_state
+        phase("sampled", lambda share: PassSampler(space, blocks, make, seed=seed).run(measurer, share))
+    phase("candidates", candidates)
     phase("boundaries", lambda share: blocks.measure_boundaries(keys, share))
     phase("divisions", lambda share: blocks.choose(keys, share))
-    programs.add_states(best)
-    phase("programs", lambda share: programs.measure("programs", share))
+    phase("programs", divided)
     start = measurer.elapsed
     outcome: Outcome | None = None
     with measurer.until_interrupted():

@@ -1,7 +1,8 @@
 """The search space of a program: states of its graph by pass order, their blocks, and the options of each block.
 
 A state is the graph after some passes in some order. Orders that lead to structurally equal graphs are one state, so that
-nothing is measured twice; the shortest pipeline stands for all. Where there are more states than can be enumerated, a
+nothing is measured twice; the shortest pipeline stands for all. So are graphs that are equal but for regions that are
+candidates anyway: fusing is a pass for what can follow it, merging of what it left or another round that takes regions in. Where there are more states than can be enumerated, a
 sampler proposes pipelines, and what it proposes is measured like the others.
 """
 
@@ -10,23 +11,28 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch.fx import GraphModule
 
 from dovetail.errors import DovetailError, InvalidArgument
 from dovetail.lowering.backend_protocol import Backend, backend_with_options, by_name, identity
-from dovetail.outlining.region import graph_key
+from dovetail.outlining.inline import inline
+from dovetail.outlining.region import Region, graph_key
 from dovetail.passes.merge_parallel.merge_parallel import MergeParallel
 from dovetail.passes.merge_parallel.merge_plan import Branch
 from dovetail.rules.rule import Decline
 from dovetail.runtime.presets import Mode
-from dovetail.tuning.apply_plan import group_signature, make_pass
-from dovetail.tuning.block import Block, blocks_of, operand_description, record_inputs
+from dovetail.tuning.apply_plan import describe_operands
+from dovetail.tuning.block import Block, blocks_of, missing_gradients, operand_description, record_inputs
 from dovetail.tuning.decisions import BackendChoice, PassChoice
+from dovetail.tuning.plan_passes import group_signature, make_pass
 from dovetail.tuning.region_candidates import (
+    FUSING_ROUNDS,
     Pruned,
     RegionCandidate,
     candidate_operands,
@@ -47,6 +53,7 @@ TYPICAL_COMPILE_SECONDS: Mapping[str, float] = {
 """How long backends take to compile a body of a few operations, where the store has no measurement."""
 UNKNOWN_COMPILE_SECONDS = 2.0
 _NO_TIME = "not derived within the budget"
+_MAX_ROUNDS = 2
 _MAX_PASSES = 5
 _MAX_MERGE_GROUPS = 3
 
@@ -59,6 +66,11 @@ class GraphState:
     graph: GraphModule
     key: str
     blocks: Mapping[str, Block]
+
+    @cached_property
+    def flat_key(self) -> str:
+        """The key of the graph without regions: states that differ only by these are one, by the shortest pipeline."""
+        return graph_key(inline(self.graph))
 
     @property
     def label(self) -> str:
@@ -76,13 +88,25 @@ class BlockSpace:
     pruned: list[Pruned] = field(default_factory=list[Pruned])
     is_expanded: bool = False
     """Whether the candidates that are parts of the block are there."""
-    _operands: dict[str, str] = field(default_factory=dict[str, str])
+    _operands: dict[tuple[str, tuple[int, ...]], str] = field(
+        default_factory=dict[tuple[str, tuple[int, ...]], str]
+    )
+
+    @cached_property
+    def missing_gradients(self) -> str:
+        return missing_gradients(self.block)
 
     def candidate_operands(self, candidate: RegionCandidate) -> str:
-        """Return the operands of a candidate, as they arrive in the block."""
-        if candidate.key not in self._operands:
-            self._operands[candidate.key] = candidate_operands(self.block, candidate.choice)
-        return self._operands[candidate.key]
+        """Return the operands of a candidate, as they arrive in the block; those of an equal body may be others."""
+        known = (candidate.key, candidate.choice.members)
+        if known not in self._operands:
+            self._operands[known] = candidate_operands(self.block, candidate.choice)
+        return self._operands[known]
+
+    def add_operands(self, candidate: RegionCandidate, region: Region) -> str:
+        """Record the operands of a candidate that is outlined already, and return them."""
+        operands = self._operands[candidate.key, candidate.choice.members] = describe_operands(region)
+        return operands
 
     def prune(self, pruned: Pruned) -> None:
         """Record a part of the space that is not measured, once."""
@@ -191,20 +215,21 @@ def explore(
     """Return the search space of a captured graph, what of it can be derived before the `deadline` of a monotonic clock."""
     space = SearchSpace(graph_key(gm), [], {}, backend_choices(backends))
     blocks: dict[str, Block] = {}
-    for pipeline, graph, key in _states(gm, mode, max_states, space):
+    for pipeline, graph, key in _states(gm, mode, max_states, space, deadline):
         distinct, new = blocks_of(graph, blocks)
         record_inputs(graph, distinct, args, kwargs, grad=mode == "training")
         blocks.update({block_key: distinct[block_key] for block_key in new})
         space.states.append(GraphState(pipeline, graph, key, distinct))
-        if time.monotonic() >= deadline:
-            space.pruned.append(Pruned("further pass orders", _NO_TIME))
-            break
     for key, block in blocks.items():
         is_first = key in space.states[0].blocks
         in_time = time.monotonic() < deadline
-        space.blocks[key] = block_space(block, space.choices, parts=is_first and in_time)
+        if is_first or in_time:
+            space.blocks[key] = block_space(block, space.choices, parts=is_first and in_time)
         if is_first and not in_time:
             space.blocks[key].prune(Pruned("the parts of the block", _NO_TIME))
+    late = [state for state in space.states if not space.blocks.keys() >= state.blocks.keys()]
+    space.pruned += [Pruned(state.label, _NO_TIME) for state in late]
+    space.states = [state for state in space.states if state not in late]
     return space
 
 
@@ -237,11 +262,12 @@ def block_space(
     space = BlockSpace(block, operand_description(block.program, block.inputs), is_expanded=parts)
     defaults = [backend for choice, backend in choices.values() if not choice.options]
     space.candidates, space.pruned = candidates_of(block, defaults, parts=parts)
-    declined: dict[tuple[str, str], str | None] = {}
+    declined: dict[tuple[str, str, str], str | None] = {}
     for number, candidate in enumerate(space.candidates):
         region = region_of(block, candidate.choice)
+        operands = space.add_operands(candidate, region)
         for choice, backend in choices.values():
-            pair = (candidate.key, backend.name)
+            pair = (candidate.key, operands, backend.name)
             if pair not in declined:
                 declined[pair] = why_unsupported(region, backend)
                 if (reason := declined[pair]) is not None:
@@ -252,67 +278,82 @@ def block_space(
 
 
 def _states(
-    gm: GraphModule, mode: Mode, max_states: int, space: SearchSpace
+    gm: GraphModule, mode: Mode, max_states: int, space: SearchSpace, deadline: float
 ) -> Iterator[tuple[tuple[PassChoice, ...], GraphModule, str]]:
     """Yield the distinct graphs that passes lead to, breadth first."""
     first = graph_key(gm)
-    seen = {first}
+    derived, states = {first}, {graph_key(inline(gm))}
     yield (), gm, first
-    count = 1
-    waiting: list[tuple[tuple[PassChoice, ...], GraphModule]] = [((), gm)]
+    waiting: deque[tuple[tuple[PassChoice, ...], GraphModule]] = deque([((), gm)])
     while waiting:
-        pipeline, graph = waiting.pop(0)
-        if len(pipeline) >= _MAX_PASSES:
-            continue
-        for choice in next_passes(graph, pipeline, mode):
+        earlier, graph = waiting.popleft()
+        for choice in next_passes(graph, earlier, mode) if len(earlier) < _MAX_PASSES else ():
+            if time.monotonic() >= deadline:
+                space.pruned.append(Pruned("further pass orders", _NO_TIME))
+                return
             try:
                 result = make_pass(choice)(graph)
             except DovetailError as error:
-                space.pruned.append(Pruned(f"{choice} after {len(pipeline)} passes", str(error)))
+                space.pruned.append(Pruned(f"{choice} after {len(earlier)} passes", str(error)))
                 continue
-            if result is graph:
+            key = first if result is graph else graph_key(result)
+            if key in derived:
                 continue
-            key = graph_key(result)
-            if key in seen:
+            derived.add(key)
+            pipeline = (*earlier, choice)
+            # Passes that follow may lead to another graph also where this one is no state of its own.
+            waiting.append((pipeline, result))
+            flat_key = "" if choice.name == "Fuse" else graph_key(inline(result))
+            # What rounds of fusing make of operations is: candidates of a block are those of two rounds too.
+            if choice.name == "Fuse" or flat_key in states:
+                space.pruned.append(
+                    Pruned(" -> ".join(map(str, pipeline)), "its regions are candidates without it")
+                )
                 continue
-            seen.add(key)
-            if count >= max_states:
+            if len(states) >= max_states:
                 space.is_complete = False
                 space.pruned.append(
                     Pruned("further pass orders", f"more than {max_states} distinct graphs; they are sampled")
                 )
                 return
-            waiting.append(((*pipeline, choice), result))
-            if choice.name == "Fuse":
-                # Its regions are candidates of the state before; what matters is which passes can follow.
-                space.pruned.append(
-                    Pruned(
-                        " -> ".join(map(str, (*pipeline, choice))), "its regions are candidates without it"
-                    )
-                )
-                continue
-            count += 1
-            yield (*pipeline, choice), result, key
+            states.add(flat_key)
+            yield pipeline, result, key
+
+
+FUSING = tuple(
+    PassChoice("Fuse", {"rules": name})
+    for name in dict.fromkeys(itertools.chain(FUSING_ROUNDS, *FUSING_ROUNDS.values()))
+    # The regions of `default` are those of `library`, and groups of what is left.
+    if name != "default"
+)
+"""Fusing with each rule set that is searched.
+
+Not with `repeats`, for the blocks of the search are repeated blocks, and not first with `siblings`: those could no longer
+be merged, and nothing takes them in.
+"""
 
 
 def next_passes(gm: GraphModule, pipeline: Sequence[PassChoice], mode: Mode) -> Iterator[PassChoice]:
-    """Yield the passes that may come next: each once, merging of siblings for every choice of groups."""
-    applied = {choice.name for choice in pipeline}
+    """Yield the passes that may come next: each once, fusing once for each rule set, merging for every choice of groups."""
     inference = mode == "inference"
-    if inference:
-        for name in ("FoldConstants", "FoldConvBatchNorm"):
-            if name not in applied:
-                yield PassChoice(name)
-    if "Cleanup" not in applied:
-        yield PassChoice("Cleanup")
-    if "ChannelsLast" not in applied:
-        yield PassChoice("ChannelsLast", {} if inference else {"materialise": False})
-    if "MergeParallel" not in applied:
+    choices = [PassChoice("FoldConstants"), PassChoice("FoldConvBatchNorm")] if inference else []
+    choices.append(PassChoice("Cleanup"))
+    choices.append(PassChoice("ChannelsLast", {} if inference else {"materialise": False}))
+    yield from (choice for choice in choices if may_follow(choice, pipeline))
+    if may_follow(PassChoice("MergeParallel"), pipeline):
         for signatures in _subsets(merge_groups(gm)):
             options: dict[str, Any] = {"groups": list(signatures)}
             yield PassChoice("MergeParallel", {**options, "materialise": True} if inference else options)
-    if "Fuse" not in applied:
-        yield PassChoice("Fuse", {"rules": "library"})
+    yield from (choice for choice in FUSING if may_follow(choice, pipeline))
+
+
+def may_follow(choice: PassChoice, pipeline: Sequence[PassChoice]) -> bool:
+    """Return whether a pass may come after others: not twice, and rounds of fusing each with other rules."""
+    if choice.name != "Fuse":
+        return all(choice.name != earlier.name for earlier in pipeline)
+    rounds = [earlier.options["rules"] for earlier in pipeline if earlier.name == "Fuse"]
+    rules = choice.options["rules"]
+    return rules in (FUSING_ROUNDS[rounds[0]] if rounds else FUSING_ROUNDS) and len(rounds) < _MAX_ROUNDS
 
 
 def merge_groups(gm: GraphModule) -> list[str]:

@@ -28,15 +28,25 @@ from dovetail.errors import InvalidArgument
 
 MAX_SEARCH_NODES = 20_000
 _MAX_CUTS = 200
+AS_IT_IS = "as it is"
+"""The backend of an operation that is in no region."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A set of operations that can run as one, the backend that runs them, and the measured seconds of a call."""
+    """A set of operations that can run as one, the backend that runs them, and the measured seconds of a call.
+
+    Operations that it `clones` run beside it too: as they are, for none of them may be in another region.
+    """
 
     members: frozenset[int]
     backend: str
     seconds: float
+    clones: frozenset[int] = frozenset()
+
+    @property
+    def is_region(self) -> bool:
+        return len(self.members) > 1 or self.backend != AS_IT_IS
 
 
 @dataclass(frozen=True)
@@ -133,6 +143,12 @@ class _Program:
                 if first in sides[0] and second in sides[1]:
                     yield sides[0][first] + sides[1][second], seconds
 
+    def _conflicts(self) -> Iterator[tuple[int, int]]:
+        """Yield pairs of a region and another that contains what the first one clones."""
+        for i in sorted({i for options in self._by_member for i in options if self.options[i].clones}):
+            regions = (j for k in self.options[i].clones for j in self._by_member[k])
+            yield from ((i, j) for j in dict.fromkeys(regions) if self.options[j].is_region)
+
     def exclude(self, options: Sequence[int]) -> None:
         """Let no solution have all of these options."""
         self._cuts.append(options)
@@ -151,6 +167,7 @@ class _Program:
         # The sum of both sides, less z, is at most one.
         rows += [(sides, size + k, -np.inf, 1.0) for k, (sides, _) in enumerate(self._crossings)]
         rows += [(cut, None, -np.inf, len(cut) - 1.0) for cut in self._cuts]
+        rows += [(pair, None, -np.inf, 1.0) for pair in self._conflicts()]
         columns, starts, values = [], [0], []
         for options, z, _, _ in rows:
             columns += [*options, *([] if z is None else [z])]
@@ -189,7 +206,9 @@ class _Program:
             largest = max((division[k] for k in cycle), key=lambda i: (len(self.options[i].members), i))
             division.remove(largest)
             for member in sorted(self.options[largest].members):
-                division.append(min(self._alone(member), key=lambda o: self.options[o].seconds))
+                as_it_is = [i for i in self._alone(member) if not self.options[i].is_region]
+                choices = as_it_is or self._alone(member)
+                division.append(min(choices, key=lambda o: self.options[o].seconds))
         return division
 
     def _alone(self, member: int) -> list[int]:

@@ -1,14 +1,13 @@
-"""SQLite files as engines of SQLAlchemy: paths and URLs, transactions, the write-ahead log, forks, causes of errors."""
+"""Stores in SQLite files and in memory: paths and URLs, transactions, the write-ahead log, causes of errors."""
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import sqlite3
 import stat
-import threading
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,19 @@ from sqlalchemy import event, exc
 from sqlalchemy.pool import StaticPool
 
 from dovetail.errors import InvalidArgument, StoreError
+from dovetail.tuning.store_database import Database
 
-ERRORS = (exc.SQLAlchemyError, sqlite3.Error)
 LOCK_TIMEOUT = 30.0
 """How many seconds a transaction waits for the write lock of another process."""
 _MEMORY = ":memory:"
-_FORMS = "give the path of a file, 'sqlite:///path', or 'sqlite://' for a store in memory"
+_FORMS = (
+    "give the path of a file, 'sqlite:///path', 'sqlite://' for a store in memory, or "
+    "'postgresql+psycopg://user:password@host:port/database'"
+)
+# A URL without its scheme, or parameters of libpq: as the path of a file they would be shown, with the password in them.
+_NOT_A_PATH = re.compile(
+    r"postgres\w*:|(?![a-z]:[/\\])[^/\\]*:[^@]*@|.*\bpassword\s*=", re.IGNORECASE | re.DOTALL
+)
 
 
 def database_path(url: str | os.PathLike[str]) -> Path | None:
@@ -38,6 +44,8 @@ def database_path(url: str | os.PathLike[str]) -> Path | None:
     database = text
     if isinstance(url, str) and (text.startswith("sqlite:") or "://" in text):
         database = _database_of_url(text)
+    elif isinstance(url, str) and _NOT_A_PATH.match(text):
+        raise InvalidArgument(f"a store is given by a path or a URL, and this is neither; {_FORMS}.")
     if database == _MEMORY:
         return None
     try:
@@ -51,6 +59,8 @@ def database_path(url: str | os.PathLike[str]) -> Path | None:
 def _database_of_url(text: str) -> str:
     dialect = text.partition(":")[0]
     if dialect not in ("sqlite", "sqlite+pysqlite"):
+        if not re.fullmatch(r"[\w+.-]+", dialect):
+            raise InvalidArgument(f"the URL of the store has no valid dialect; {_FORMS}.")
         raise InvalidArgument(f"stores of the dialect '{dialect}' are not supported; {_FORMS}.")
     try:
         url = sa.make_url(text)
@@ -63,36 +73,82 @@ def _database_of_url(text: str) -> str:
     return url.database or _MEMORY
 
 
-def create(path: Path | None, lock: threading.Lock) -> sa.Engine:
-    """Return an engine with one connection, which is used under `lock`; the file is not opened yet.
+class SQLite(Database):
+    """A store in a file, or in memory if `path` is None; the file is not opened yet.
 
     Raise StoreError for a path at which no store can be written.
     """
-    if path is not None:
-        _check_path(path)
-    database = _MEMORY if path is None else os.path.realpath(path)
-    engine = sa.create_engine(
-        sa.URL.create("sqlite+pysqlite", database=database),
-        connect_args={"timeout": LOCK_TIMEOUT, "check_same_thread": False},
-        poolclass=StaticPool,
-        hide_parameters=True,
-    )
 
-    @event.listens_for(engine, "connect")
-    def configure(connection: sqlite3.Connection, _: object) -> None:
-        # The driver would begin transactions by itself, and only before the first statement that writes.
-        connection.isolation_level = None
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA foreign_keys = ON")
+    def __init__(self, path: Path | None) -> None:
+        if path is not None:
+            _check_path(path)
+        self.name = _MEMORY if path is None else str(path)
+        self.is_in_memory = path is None
+        # The last is raised for names and texts of a damaged file, those in messages of SQLite among them.
+        self.errors = (exc.SQLAlchemyError, sqlite3.Error, UnicodeDecodeError)
+        self.chains_errors = True
+        self.engine = sa.create_engine(
+            sa.URL.create("sqlite+pysqlite", database=_MEMORY if path is None else os.path.realpath(path)),
+            connect_args={"timeout": LOCK_TIMEOUT, "check_same_thread": False},
+            poolclass=StaticPool,
+            hide_parameters=True,
+        )
 
-    @event.listens_for(engine, "begin")
-    def begin(connection: sa.Connection) -> None:
-        is_write = connection.get_execution_options().get("is_write", False)
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if is_write else "BEGIN")
+        @event.listens_for(self.engine, "connect")
+        def configure(connection: sqlite3.Connection, _: object) -> None:
+            # The driver would begin transactions by itself, and only before the first statement that writes.
+            connection.isolation_level = None
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("PRAGMA foreign_keys = ON")
 
-    _ = configure, begin
-    _ENGINES[engine] = lock
-    return engine
+        @event.listens_for(self.engine, "begin")
+        def begin(connection: sa.Connection) -> None:
+            is_write = connection.get_execution_options().get("is_write", False)
+            connection.exec_driver_sql("BEGIN IMMEDIATE" if is_write else "BEGIN")
+
+        _ = configure, begin
+
+    def prepare(self) -> None:
+        """Turn the write-ahead log on, which the file remembers."""
+        if self._enable_write_ahead_log() not in ("wal", "memory"):
+            raise StoreError(
+                self.name, "is on a file system without write-ahead logging; give a path on a local disk"
+            )
+
+    def _enable_write_ahead_log(self) -> str:
+        """Return the journal mode that the file has then.
+
+        Changing the mode takes an exclusive lock, and of two processes that do so at once SQLite fails one immediately,
+        whatever its timeout.
+        """
+        deadline = time.monotonic() + LOCK_TIMEOUT
+        pooled = self.engine.raw_connection()
+        try:
+            connection: Any = pooled.driver_connection
+            while True:
+                try:
+                    return str(connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
+                except sqlite3.OperationalError as error:
+                    if "locked" not in str(error) or time.monotonic() > deadline:
+                        raise
+                time.sleep(random.uniform(0.005, 0.02))
+        finally:
+            pooled.close()
+
+    def is_temporary(self, error: Exception) -> bool:
+        return False  # a lock has been waited for already
+
+    def cause(self, error: Exception) -> str:
+        text = str(getattr(error, "orig", None) or error)
+        if "not a database" in text:
+            return "is not a SQLite database; it was left as it is. Give another path"
+        if "locked" in text:
+            return (
+                f"is locked: another process has been writing for {LOCK_TIMEOUT:.0f} seconds. Try again later"
+            )
+        if "readonly" in text or "unable to open" in text:
+            return f"cannot be opened for writing ({text}). Check its permissions, or give another path"
+        return f"cannot be used: {text}"
 
 
 def _check_path(path: Path) -> None:
@@ -113,63 +169,3 @@ def _check_path(path: Path) -> None:
         raise StoreError(
             str(path), "cannot be read and written with its permissions. Change them, or give another path"
         )
-
-
-def enable_write_ahead_log(engine: sa.Engine) -> str:
-    """Turn the write-ahead log on, which the file remembers; return the journal mode it has then.
-
-    Changing the mode takes an exclusive lock, and of two processes that do so at once SQLite fails one immediately,
-    whatever its timeout.
-    """
-    deadline = time.monotonic() + LOCK_TIMEOUT
-    pooled = engine.raw_connection()
-    try:
-        connection: Any = pooled.driver_connection
-        while True:
-            try:
-                return str(connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
-            except sqlite3.OperationalError as error:
-                if "locked" not in str(error) or time.monotonic() > deadline:
-                    raise
-            time.sleep(random.uniform(0.005, 0.02))
-    finally:
-        pooled.close()
-
-
-def cause(error: Exception) -> str:
-    """Return what an error of SQLAlchemy or SQLite means for a store, without the statement and its parameters."""
-    text = str(getattr(error, "orig", None) or error)
-    if "not a database" in text:
-        return "is not a SQLite database; it was left as it is. Give another path"
-    if "locked" in text:
-        return f"is locked: another process has been writing for {LOCK_TIMEOUT:.0f} seconds. Try again later"
-    if "readonly" in text or "unable to open" in text:
-        return f"cannot be opened for writing ({text}). Check its permissions, or give another path"
-    return f"cannot be used: {text}"
-
-
-# SQLite forbids to use a connection across a fork, and even to open the same file in the child while one is inherited:
-# the child would count on locks that only its parent holds. So files are closed before a fork, between transactions, and
-# opened again by the next transaction on either side. A store in memory is copied.
-_ENGINES: weakref.WeakKeyDictionary[sa.Engine, threading.Lock] = weakref.WeakKeyDictionary()
-_FORKING = threading.Lock()
-_held: list[threading.Lock] = []
-
-
-def _before_fork() -> None:
-    _FORKING.acquire()
-    for engine, lock in list(_ENGINES.items()):
-        lock.acquire()
-        _held.append(lock)
-        if engine.url.database != _MEMORY:
-            engine.dispose()
-
-
-def _after_fork() -> None:
-    while _held:
-        _held.pop().release()
-    _FORKING.release()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

@@ -33,11 +33,11 @@ from dovetail.outlining.outline import outline
 from dovetail.outlining.region import Region, regions
 from dovetail.runtime.presets import Mode
 from dovetail.scheduling.call_recording import copy_tensors
-from dovetail.tuning.apply_plan import make_backend
 from dovetail.tuning.block import Block, take_out
 from dovetail.tuning.decisions import BackendChoice
 from dovetail.tuning.measurement import JSON, Measurement
 from dovetail.tuning.model_programs import ModelPrograms
+from dovetail.tuning.plan_passes import make_backend
 from dovetail.tuning.region_candidates import outlined_with, region_of
 from dovetail.tuning.timing import Interleaved, Run, Timer, peak_bytes, recorded
 from dovetail.tuning.trial import (

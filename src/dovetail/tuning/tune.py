@@ -9,67 +9,64 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, cast, overload
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeAlias, cast, get_args, overload
 
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import nn
 
-from dovetail.errors import CaptureError, DovetailError, InvalidArgument, TuningError, checked_call
-from dovetail.frontend.capture import capture
+from dovetail.errors import InvalidArgument, TuningError, checked_call
 from dovetail.frontend.model_copy import refuse_scripted
-from dovetail.lowering.backend_protocol import Backend, Backends, built_in, resolve
-from dovetail.outlining.region import graph_key
+from dovetail.lowering.backend_protocol import Backends
+from dovetail.lowering.failures import one_line
 from dovetail.runtime.compiled_module import CompiledModule
-from dovetail.runtime.presets import Mode
-from dovetail.scheduling.call_recording import isolated_run
-from dovetail.tuning.apply_plan import make_pass
-from dovetail.tuning.block import Block, blocks_of, record_inputs
-from dovetail.tuning.decisions import PassChoice
+from dovetail.runtime.group_call import RANK_TIMEOUT, GroupCall, require_rank_timeout
 from dovetail.tuning.division_search import DivisionSearch
-from dovetail.tuning.environment import Environment, current_environment
-from dovetail.tuning.executor import IN_WORKER, Executor, InProcess, LocalExecutor, TunedModel
+from dovetail.tuning.environment import Environment
+from dovetail.tuning.executor import (
+    IN_WORKER,
+    Executor,
+    InProcess,
+    LocalExecutor,
+    can_interrupt,
+)
 from dovetail.tuning.measurement import Measurement, Subject
 from dovetail.tuning.measuring import TRIAL_SECONDS, Measurer, Progress
 from dovetail.tuning.plan import Plan
+from dovetail.tuning.preparation import Prepared, prepare, prepare_range
+from dovetail.tuning.program_search import COMPILERS
 from dovetail.tuning.progress import make_progress
-from dovetail.tuning.region_candidates import Pruned
-from dovetail.tuning.search import Searched, SearchReport, search
+from dovetail.tuning.queue_executor import QueueExecutor
+from dovetail.tuning.ray_engine import RayEngine, require_ray
+from dovetail.tuning.search import BEST_STATES, Searched, SearchReport, search
 from dovetail.tuning.search_space import (
     TYPICAL_COMPILE_SECONDS,
     UNKNOWN_COMPILE_SECONDS,
-    GraphState,
     SearchSpace,
-    block_space,
-    explore,
 )
-from dovetail.tuning.size_ranges import Range, SizedExample, dynamic_shapes_for, sized_examples
+from dovetail.tuning.size_ranges import SizedExample, sized_examples
 from dovetail.tuning.store import Store
 from dovetail.tuning.trial import RegionTrial, Trial, digest_of
 
 _LOG = logging.getLogger("dovetail")
-_NOT_SEARCHED = {
-    "eager": "it runs operations as they are",
-    "aoti": "it is Inductor's code ahead of time",
-    "int8": "it changes precision",
-    "cuda_graphs": "it wraps another backend",
-}
-"""Built-in backends that are not searched unless they are named, and why."""
 _SAMPLE_SECONDS = 0.6
 _RECORD_SECONDS = 30.0
-_SEARCH_VERSION = 2
+_SEARCH_VERSION = 5
 """Raised when searches decide differently: plans of finished ones are then not read from stores."""
 _SPACE_SHARE = 0.25
 """The share of the budget after which nothing more of the search space is derived."""
-_PACKAGES = ("sqlalchemy", "scipy", "optuna", "rich")
+ExecutorName: TypeAlias = Literal["local", "workers", "ray"]
+_PACKAGES = ("sqlalchemy", "scipy", "optuna", "rich", "cloudpickle")
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a search would do: how many compilations and measurements, an estimate of its time, the least useful budget."""
+    """What a search would do: how many compilations and measurements, an estimate of its time, the least useful budget.
 
-    space: SearchSpace
+    `spaces` are the search spaces, one for each range of sizes.
+    """
+
+    spaces: tuple[SearchSpace, ...]
     measurements: int
     stored: int
     compilations: int
@@ -79,9 +76,9 @@ class DryRun:
     def __str__(self) -> str:
         return "\n".join(
             [
-                str(self.space),
-                f"{self.measurements} measurements at most, {self.stored} of them in the store, "
-                f"{self.compilations} compilations",
+                *map(str, self.spaces),
+                f"about {self.measurements} measurements, {self.stored} of them in the store, and "
+                f"{self.compilations} compilations for all of it",
                 f"about {self.seconds:.0f} s for all of them; less than {self.least_budget:.0f} s is not useful, "
                 f"for it would not measure the compilers on the whole model",
             ]
@@ -101,8 +98,10 @@ def tune(
     memory: int | None = ...,
     dry_run: Literal[False] = ...,
     seed: int = ...,
-    executor: Literal["local"] = ...,
+    executor: ExecutorName = ...,
     progress: bool = ...,
+    process_group: torch.distributed.ProcessGroup | None = ...,
+    rank_timeout: float = ...,
 ) -> Plan: ...
 
 
@@ -119,8 +118,10 @@ def tune(
     memory: int | None = ...,
     dry_run: Literal[True],
     seed: int = ...,
-    executor: Literal["local"] = ...,
+    executor: ExecutorName = ...,
     progress: bool = ...,
+    process_group: torch.distributed.ProcessGroup | None = ...,
+    rank_timeout: float = ...,
 ) -> DryRun: ...
 
 
@@ -139,49 +140,100 @@ def tune(
     memory: int | None = None,
     dry_run: bool = False,
     seed: int = 0,
-    executor: Literal["local"] = "local",
+    executor: ExecutorName = "local",
     progress: bool = True,
+    process_group: torch.distributed.ProcessGroup | None = None,
+    rank_timeout: float = RANK_TIMEOUT,
 ) -> Plan | DryRun:
     """Return the plan of the fastest program for calls like this one, found by measuring for `budget` seconds.
 
     The plan is for inference, measured without gradients, if the model is in eval mode, and for training steps (forward
-    and backward) in train mode. `store` is a file of measurements, created if it does not exist, that later searches and
-    other processes share; without one they are lost with the process. `sizes` are further example inputs, tuples like
-    `args` that differ in one size, or `{argument: {dim: Dim(name, min=..., max=...)}}`: each is tuned with an equal part of
-    the budget for a range of sizes around it, and calls are captured for these ranges. `backends` are those that are
-    searched, by default all that are installed and do not change precision. `memory` bounds the peak bytes of a call beyond
-    the weights. With `dry_run` nothing is measured: the result says what would be. The same call with the same store gives
-    the same plan without measuring; with a larger budget the search goes on. Trials run in a worker process, which needs
-    the model to be picklable; otherwise in this one, with a warning. An interrupt (Ctrl-C) ends the search with the best
-    program so far.
+    and backward) in train mode. `store` is a file of measurements, created if it does not exist, or the URL of a
+    PostgreSQL database, that later searches and other processes share; without one they are lost with the process.
+    `sizes` are further example inputs, tuples like `args` that differ in one size, or `{argument: {dim: Dim(name,
+    min=..., max=...)}}`: each is tuned with an equal part of the budget for a range of sizes around it, and calls are
+    captured for these ranges. `backends` are those that are searched, by default all that are installed and do not
+    change precision. `memory` bounds the peak bytes of a call beyond the weights. With `dry_run` nothing is measured:
+    the result says what would be. The same call with the same store gives the same plan without measuring; with a
+    larger budget the search goes on. Trials run in a worker process, to which the model is sent by cloudpickle; one
+    that cannot be sent is measured in this process, with a warning. An interrupt (Ctrl-C) ends the search with the
+    best program so far. With `executor="workers"` trials are measured by workers that were started by hand (`dovetail
+    worker --store`), with "ray" by workers that Ray starts on a cluster: in both cases on machines of this one's
+    environment that reach the `store`. With a `process_group`, one of `torch.distributed`, all ranks of which call this,
+    rank 0 searches and every rank returns its plan; a rank waits for it for the budget and `rank_timeout` seconds. Then
+    all ranks, rank 0 too, return an empty plan, with a warning. A dry run is each rank's own.
     """
     start = time.monotonic()
     _check_model(model, args, kwargs)
     _check_options(budget, memory, seed, executor, {"dry_run": dry_run, "progress": progress})
-    _require_packages()
-    opened = _open_store(store)
-    try:
-        if sizes is not None:
-            return _tune_sizes(
-                model,
-                sized_examples(args, kwargs or {}, sizes),
+    require_rank_timeout(rank_timeout)
+
+    def measure() -> Plan | DryRun:
+        _require_packages()
+        if executor == "ray":
+            require_ray()
+        opened = _open_store(store)
+        try:
+            if sizes is not None:
+                return _tune_sizes(
+                    model,
+                    sized_examples(args, kwargs or {}, sizes),
+                    opened,
+                    backends=backends,
+                    budget=budget,
+                    memory=memory,
+                    seed=seed,
+                    progress=progress,
+                    dry_run=dry_run,
+                    executor=executor,
+                )
+            deadline = math.inf if dry_run else start + _SPACE_SHARE * budget
+            prepared = prepare(model, args, kwargs, backends, deadline=deadline)
+            if dry_run:
+                return estimate(prepared, opened)
+            return run_search(
+                prepared,
                 opened,
-                backends=backends,
                 budget=budget,
                 memory=memory,
                 seed=seed,
                 progress=progress,
-                dry_run=dry_run,
+                executor=executor,
+                start=start,
+            ).plan
+        finally:
+            opened.close()
+
+    if process_group is None or dry_run:
+        return measure()
+    call = GroupCall(process_group, "tune", model, args, kwargs, seconds=budget + rank_timeout)
+    return _plan_of_group(call, cast("Callable[[], Plan]", measure))
+
+
+def _plan_of_group(call: GroupCall, search: Callable[[], Plan]) -> Plan:
+    """Return the plan that rank 0 searches for; an empty one on all ranks if one has waited for it in vain."""
+    shared, note = call.read("plan") if call.rank == 0 else None, ""
+    if shared is None and call.rank == 0:
+        try:
+            shared = call.decide("plan", search().to_json().encode())
+        except BaseException as error:
+            call.decide("plan", b"", f"rank 0 raised {one_line(error)}")
+            raise
+    elif shared is None:
+        shared, note = call.wait("plan")
+        if call.mismatch:
+            raise TuningError(
+                f"ranks tune different models: {call.mismatch}. Give each part a process group of its own."
             )
-        deadline = math.inf if dry_run else start + _SPACE_SHARE * budget
-        prepared = prepare(model, args, kwargs, backends, deadline=deadline)
-        if dry_run:
-            return estimate(prepared, opened)
-        return run_search(
-            prepared, opened, budget=budget, memory=memory, seed=seed, progress=progress, start=start
-        ).plan
-    finally:
-        opened.close()
+    if shared is None:
+        shared = call.decide("plan", Plan().to_json().encode(), note)
+    if not shared.data:
+        raise TuningError(f"there is no plan: {shared.note}.")
+    if call.failure or shared.note:
+        _LOG.warning(
+            "rank %d has no plan of rank 0 but an empty one: %s", call.rank, call.failure or shared.note
+        )
+    return Plan() if call.failure else Plan.from_json(shared.data.decode())
 
 
 def _tune_sizes(
@@ -194,16 +246,28 @@ def _tune_sizes(
     dry_run: bool,
     **options: Any,
 ) -> Plan | DryRun:
-    """Tune each range of sizes; return the plan of all, or what would be measured for all."""
+    """Tune each range of sizes; return the plan of all, or what would be measured for all.
+
+    Where one cannot be tuned, or at an interrupt, the plan has the ranges before it; the first one raises.
+    """
     plan, estimates = Plan(), list[DryRun]()
-    for example in examples:
+    for number, example in enumerate(examples):
         start = time.monotonic()
         deadline = math.inf if dry_run else start + _SPACE_SHARE * budget / len(examples)
-        prepared = prepare_range(model, example, backends, deadline)
-        if dry_run:
-            estimates.append(estimate(prepared, store))
+        try:
+            prepared = prepare_range(model, example, backends, deadline)
+            if dry_run:
+                estimates.append(estimate(prepared, store))
+                continue
+            searched = run_search(prepared, store, budget=budget / len(examples), start=start, **options)
+        except (TuningError, KeyboardInterrupt) as error:
+            if not number or dry_run:
+                raise
+            reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+            _LOG.warning("sizes from %d to %d are not in the plan: %s", *example.range, reason)
+            if isinstance(error, KeyboardInterrupt):
+                break
             continue
-        searched = run_search(prepared, store, budget=budget / len(examples), start=start, **options)
         plan |= searched.plan
         if searched.report.is_interrupted:
             break
@@ -211,90 +275,12 @@ def _tune_sizes(
         return plan
     return replace(
         estimates[0],
+        spaces=tuple(space for each in estimates for space in each.spaces),
         measurements=sum(each.measurements for each in estimates),
         compilations=sum(each.compilations for each in estimates),
         seconds=sum(each.seconds for each in estimates),
         least_budget=sum(each.least_budget for each in estimates),
     )
-
-
-def prepare_range(
-    model: nn.Module, example: SizedExample, backends: Any, deadline: float = math.inf
-) -> Prepared:
-    """Capture a model for a range of sizes; where these cannot be symbolic, for the example's own."""
-    try:
-        sizes = {example.pattern: (example.range,)}
-        return prepare(model, example.args, example.kwargs, backends, sizes, deadline)
-    except CaptureError as error:
-        if example.range[0] == example.range[1]:
-            raise
-        _LOG.warning(
-            "sizes from %d to %d are tuned for one of them, for they cannot be symbolic: %s",
-            *example.range,
-            error,
-        )
-        return prepare(model, example.args, example.kwargs, backends, deadline=deadline)
-
-
-@dataclass(eq=False)
-class Prepared:
-    """A model that is ready to be tuned: captured, with its search space."""
-
-    tuned: TunedModel
-    backends: tuple[Backend, ...]
-    space: SearchSpace
-    environment: Environment
-    operands: str
-    label: str
-    sizes: Mapping[str, tuple[Range, ...]] = field(default_factory=dict[str, tuple[Range, ...]])
-    add_block: Callable[[Block], None] = lambda block: None
-    """Makes a block of a new state available to trials."""
-
-    def new_state(self, pipeline: Sequence[PassChoice]) -> GraphState | None:
-        """Return the state that a pipeline leads to, one of the space if its graph is there already; None if refused."""
-        graph = self.space.states[0].graph
-        try:
-            for choice in pipeline:
-                graph = make_pass(choice)(graph)
-        except DovetailError as error:
-            self.space.pruned.append(Pruned(" -> ".join(map(str, pipeline)), str(error)))
-            return None
-        key = graph_key(graph)
-        known = next((s for s in self.space.states if s.key == key), None)
-        if known is not None:
-            return known
-        blocks, new = blocks_of(graph, {k: s.block for k, s in self.space.blocks.items()})
-        tuned = self.tuned
-        record_inputs(graph, blocks, tuned.args, tuned.kwargs, grad=tuned.mode == "training")
-        for block_key in new:
-            self.space.blocks[block_key] = block_space(blocks[block_key], self.space.choices, parts=False)
-            self.add_block(blocks[block_key])
-        return GraphState(tuple(pipeline), graph, key, blocks)
-
-
-def prepare(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-    backends: Any = None,
-    sizes: Mapping[str, tuple[Range, ...]] | None = None,
-    deadline: float = math.inf,
-) -> Prepared:
-    """Capture a model, for a range of `sizes` if it has one, and derive its search space until a `deadline`."""
-    mode: Mode = "training" if model.training else "inference"
-    named = dict(kwargs or {})
-    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, named))]
-    device = next((t.device for t in tensors if isinstance(t, Tensor)), torch.device("cpu"))
-    with torch.set_grad_enabled(mode == "training"), isolated_run(model):
-        shapes = dynamic_shapes_for(sizes or {}, model.forward, args, named)
-        graph = capture(model, args, named, dynamic_shapes=shapes)
-        chosen = _backends(backends, device)
-        space = explore(graph, args, named, mode, chosen, deadline=deadline)
-    tuned = TunedModel(model, args, named, mode, device)
-    operands = _operands(args, named)
-    ranges = [f", n from {low} to {high}" for each in (sizes or {}).values() for low, high in each]
-    label = f"{type(model).__name__}, {mode}, {operands}{''.join(ranges)}"
-    return Prepared(tuned, chosen, space, current_environment(device), operands, label, sizes or {})
 
 
 def run_search(
@@ -305,18 +291,20 @@ def run_search(
     memory: int | None = None,
     seed: int = 0,
     progress: bool | Progress = True,
-    executor: Executor | None = None,
+    executor: Executor | QueueExecutor | ExecutorName = "local",
     start: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Searched:
-    """Search with a store and an executor; by default one with a worker process. The budget begins at `start`."""
-    start = time.monotonic() if start is None else start
+    """Search with a store and an executor, or one of a name. The budget begins at `start`."""
+    start = clock() if start is None else start
     subject = _search_subject(prepared, budget, memory, seed)
     finished = store.get(subject, prepared.environment)
     if finished is not None:
-        details = cast("Mapping[str, Any]", finished.details)
-        return Searched(Plan.from_json(details["plan"]), SearchReport(**details["report"]), None)
-    display = make_progress(budget) if progress is True else None if progress is False else progress
-    runs = executor or _executor(prepared)
+        return _stored_search(finished)
+    runs = _executor(prepared, store, executor) if isinstance(executor, str) else executor
+    # A display that is live must be ended, so that nothing may fail between here and `try`.
+    left = budget - (clock() - start)
+    display = make_progress(left) if progress is True else None if progress is False else progress
     measurer = Measurer(
         store,
         prepared.environment,
@@ -324,6 +312,7 @@ def run_search(
         budget=budget,
         progress=display,
         trial_seconds=min(TRIAL_SECONDS, max(10.0, 0.3 * budget)),
+        clock=clock,
         start=start,
     )
     try:
@@ -345,11 +334,11 @@ def run_search(
         if searched.outcome is None:
             raise _nothing_measured(store, prepared, measurer, memory)
         if not measurer.interrupted:
-            _record(store, subject, prepared.environment, searched, measurer.elapsed)
+            return _record(store, subject, prepared.environment, searched, measurer.elapsed)
         return searched
     finally:
         measurer.progress.end()
-        if executor is None:
+        if isinstance(executor, str):
             runs.close()
 
 
@@ -373,27 +362,42 @@ def _nothing_measured(
         return TuningError(f"no program of the model runs: {failures[0]}")
     if memory is not None and measurer.measured:
         return TuningError(f"no program runs within {memory} bytes. Give a larger `memory`.")
+    alone = measurer.executor.why_alone() if isinstance(measurer.executor, QueueExecutor) else ""
+    if alone:
+        return TuningError(f"nothing was measured within {measurer.budget:.3g} s: {alone}.")
     return TuningError(
         f"nothing could be measured within {measurer.budget:.3g} s. Give a larger `budget`; dry_run=True estimates it."
     )
 
 
+def _stored_search(finished: Measurement) -> Searched:
+    details = cast("Mapping[str, Any]", finished.details)
+    return Searched(Plan.from_json(details["plan"]), SearchReport(**details["report"]), None)
+
+
 def _record(
     store: Store, subject: Subject, environment: Environment, searched: Searched, seconds: float
-) -> None:
-    """Store the plan of a finished search, so that the same search gives the same plan without measuring."""
+) -> Searched:
+    """Store the plan of a finished search, so that the same search gives the same plan without measuring.
+
+    Returns the search of another process that has finished it first, if there is one.
+    """
     report = {f.name: getattr(searched.report, f.name) for f in fields(SearchReport)}
     lease = store.acquire(subject, environment, seconds=_RECORD_SECONDS)
     if lease is not None:
         with lease:
             details = {"plan": searched.plan.to_json(), "report": report}
-            lease.complete(Measurement((seconds,), details=details))
+            if lease.complete(Measurement((seconds,), details=details)):
+                return searched
+    finished = store.wait(subject, environment, timeout=_RECORD_SECONDS)
+    return searched if finished is None else _stored_search(finished)
 
 
 def estimate(prepared: Prepared, store: Store) -> DryRun:
     """Return what a search would measure, with an estimate of its time from stored compilations or typical ones.
 
-    Pass orders that are sampled are not counted: what they lead to is not known before.
+    Pass orders that are sampled are not counted: what they lead to is not known before. Divisions, boundaries and programs
+    that depend on what is measured first are counted as many as there may be.
     """
     space, environment = prepared.space, prepared.environment
     typical = _compile_seconds(prepared, store)
@@ -417,12 +421,18 @@ def estimate(prepared: Prepared, store: Store) -> DryRun:
     wholes = (
         sum(5 * typical.get(choice.name, UNKNOWN_COMPILE_SECONDS) + 5.0 for choice in space.backends) + 15.0
     )
-    programs = len(space.backends) + 5
+    states, backends = min(BEST_STATES, len(space.states)), len(space.backends)
+    # As they are, by torch.compile, each backend on the whole graph; states after passes as one region by the fastest
+    # compilers, and divided; the default pipeline by each backend; two comparisons.
+    programs = 5 + backends + len(space.states) + states * (COMPILERS + 1) + len(space.choices) + 2
+    divisions = len(space.blocks)
+    pairs = (len(space.choices) + 1) ** 2 - 1
+    each_division = 1 + 2 * len(space.choices)
     return DryRun(
-        space,
-        len(distinct) + programs,
+        (space,),
+        len(distinct) + programs + divisions + pairs,
         len(distinct) - len(missing),
-        sum(trial.compilations for trial in missing) + programs,
+        sum(trial.compilations for trial in missing) + programs + divisions * each_division + 2 * pairs,
         seconds + wholes,
         1.4 * wholes,
     )
@@ -438,44 +448,43 @@ def _compile_seconds(prepared: Prepared, store: Store) -> dict[str, float]:
     return {**TYPICAL_COMPILE_SECONDS, **{name: statistics.median(values) for name, values in known.items()}}
 
 
-def _executor(prepared: Prepared) -> Executor:
+def _executor(prepared: Prepared, store: Store, name: ExecutorName) -> Executor | QueueExecutor:
+    if name != "local":
+        if store.is_in_memory:
+            raise InvalidArgument(
+                f"executor='{name}' needs a store that workers reach; give store= the URL of a database, or a file."
+            )
+        device = prepared.tuned.device
+        if device.index:
+            raise InvalidArgument(
+                f"executor='{name}' measures on one GPU, the first that a worker has, and the model is on '{device}': "
+                f"move it to '{device.type}:0'; CUDA_VISIBLE_DEVICES hides others."
+            )
+        engine = None
+        if name == "ray":
+            engine = RayEngine(store, device, prepared.environment)
+        try:
+            return QueueExecutor(
+                store,
+                prepared.environment,
+                prepared.tuned,
+                prepared.backends,
+                label=prepared.label,
+                engine=engine,
+            )
+        except BaseException:
+            if engine is not None:
+                engine.close()
+            raise
     try:
         return LocalExecutor(prepared.tuned, prepared.backends)
     except Exception as error:
         _LOG.warning(
-            "trials run in this process, where a crash ends the search: %s", str(error).removesuffix(".")
+            "trials run in this process, where a crash ends the search%s: %s",
+            "" if can_interrupt() else " and a trial that hangs is not stopped",
+            str(error).removesuffix("."),
         )
         return InProcess(prepared.tuned, prepared.backends)
-
-
-def _backends(backends: Any, device: torch.device) -> tuple[Backend, ...]:
-    """Return the backends that are searched: those given, or all that are installed and do not change precision."""
-    if backends is not None:
-        if isinstance(backends, Mapping):
-            raise InvalidArgument("a mapping by kind is for `lower` and `compile`; give a list of backends.")
-        return () if isinstance(backends, (list, tuple)) and not backends else resolve(backends)
-    available: list[Backend] = []
-    for name in built_in():
-        if name in _NOT_SEARCHED:
-            continue
-        backend = resolve(name)[0]
-        missing = cast("str | None", getattr(backend, "missing", lambda: None)())
-        if missing is None:
-            available.append(backend)
-        else:
-            _LOG.info("backend '%s' is not searched: %s", name, missing)
-    return tuple(available)
-
-
-def _operands(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Return the inputs of a call in a few words."""
-    texts: list[str] = []
-    for leaf in pytree.tree_leaves((args, dict(kwargs))):
-        if isinstance(leaf, Tensor):
-            texts.append(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}")
-        else:
-            texts.append(repr(leaf) if isinstance(leaf, (int, float, bool, str)) else type(leaf).__name__)
-    return ", ".join(texts)
 
 
 def _require_packages() -> None:
@@ -490,7 +499,8 @@ def _require_packages() -> None:
 
 def _open_store(store: Any) -> Store:
     if store is not None and not isinstance(store, (str, os.PathLike)):
-        raise InvalidArgument(f"store {store!r}; give the path of a file, or a URL.")
+        # What it contains is not shown: it may be a URL with a password, as bytes or as an object.
+        raise InvalidArgument(f"store is a {type(store).__name__}; give the path of a file, or a URL.")
     return Store("sqlite://" if store is None else cast("str", store))
 
 
@@ -522,5 +532,6 @@ def _check_options(budget: Any, memory: Any, seed: Any, executor: Any, switches:
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise InvalidArgument(f"{name} {value!r}; give True or False.")
-    if executor != "local":
-        raise InvalidArgument(f"executor {executor!r}; there is 'local'.")
+    if executor not in get_args(ExecutorName):
+        names = ", ".join(f"'{name}'" for name in get_args(ExecutorName))
+        raise InvalidArgument(f"executor {executor!r}; there are {names}.")
