@@ -7,6 +7,7 @@ from typing import Any as _Any
 from dovetail import backends as backends
 from dovetail import rules as rules
 from dovetail.errors import (
+    BundleMismatch,
     CallMismatch,
     CaptureError,
     CaptureMismatch,
@@ -61,19 +62,25 @@ from dovetail.rules.patterns.alternatives import Const, either, optional
 from dovetail.rules.patterns.match_state import Match, Value
 from dovetail.rules.patterns.pattern_rule import rule
 from dovetail.rules.rule import Candidate, Decline, Limits, Refusal, Rule, RuleContext, RuleSet
+from dovetail.runtime.bundle import bundle
 from dovetail.runtime.compile import compile
 from dovetail.runtime.compiled_module import refresh
 from dovetail.runtime.presets import PlanPath as _PlanPath
 from dovetail.runtime.presets import install_plan_reader as _install_plan_reader
 
 if _TYPE_CHECKING:
+    from dovetail.backends.solutions import solution_backend
     from dovetail.formats.archive.load import load
     from dovetail.formats.archive.save import save
+    from dovetail.formats.model_explorer import to_model_explorer
     from dovetail.formats.onnx.to_onnx import to_onnx
     from dovetail.formats.stablehlo import to_stablehlo
+    from dovetail.reporting.report import report
     from dovetail.scheduling.fuse_modules import fuse_modules
     from dovetail.scheduling.part import Part
     from dovetail.scheduling.schedule import Schedule, schedule
+    from dovetail.tuning.flashinfer_traces import to_flashinfer_trace
+    from dovetail.tuning.measurement_files import export_measurements, import_measurements
     from dovetail.tuning.plan import Plan
     from dovetail.tuning.tune import tune
 
@@ -81,6 +88,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Backend",
+    "BundleMismatch",
     "CallMismatch",
     "Candidate",
     "CaptureError",
@@ -141,6 +149,7 @@ __all__ = [
     "VerificationError",
     "bisect",
     "bisect_lowering",
+    "bundle",
     "capture",
     "check",
     "compile",
@@ -148,8 +157,10 @@ __all__ = [
     "diff",
     "either",
     "explain",
+    "export_measurements",
     "fuse",
     "fuse_modules",
+    "import_measurements",
     "inline",
     "load",
     "lower",
@@ -158,10 +169,14 @@ __all__ = [
     "refresh",
     "regions",
     "replace_region",
+    "report",
     "rule",
     "save",
     "schedule",
+    "solution_backend",
     "text",
+    "to_flashinfer_trace",
+    "to_model_explorer",
     "to_onnx",
     "to_stablehlo",
     "tune",
@@ -196,10 +211,16 @@ _LATER = {
     "Part": "dovetail.scheduling.part",
     "Plan": "dovetail.tuning.plan",
     "Schedule": "dovetail.scheduling.schedule",
+    "export_measurements": "dovetail.tuning.measurement_files",
     "fuse_modules": "dovetail.scheduling.fuse_modules",
+    "import_measurements": "dovetail.tuning.measurement_files",
     "load": "dovetail.formats.archive.load",
+    "report": "dovetail.reporting.report",
     "save": "dovetail.formats.archive.save",
     "schedule": "dovetail.scheduling.schedule",
+    "solution_backend": "dovetail.backends.solutions",
+    "to_flashinfer_trace": "dovetail.tuning.flashinfer_traces",
+    "to_model_explorer": "dovetail.formats.model_explorer",
     "to_onnx": "dovetail.formats.onnx.to_onnx",
     "to_stablehlo": "dovetail.formats.stablehlo",
     "tune": "dovetail.tuning.tune",

@@ -138,11 +138,24 @@ class PlanMismatch(DovetailError):
         )
 
 
+class BundleMismatch(DovetailError):
+    """A bundle does not fit this process or model; `problems` has what differs, each in words."""
+
+    def __init__(self, path: object, problems: Iterable[str]) -> None:
+        self.path, self.problems = path, tuple(problems)
+        shown = "".join(f"\n- {problem}" for problem in self.problems[:_MOST_PROBLEMS])
+        more = len(self.problems) - _MOST_PROBLEMS
+        super().__init__(
+            f"the bundle '{path}' does not fit:{shown}{f'{chr(10)}and {more} more.' if more > 0 else ''}\n"
+            f"Compile the model here and write another bundle."
+        )
+
+
 _MOST_PROBLEMS = 20
 
 
 class StoreError(DovetailError):
-    """A store of measurements cannot be opened, read or written; `store` is its path, or its URL without a password."""
+    """A store of measurements cannot be opened, read or written; `store` is its path, or its URL without credentials."""
 
     def __init__(self, store: str, what: str) -> None:
         super().__init__(f"the store '{store}' {what}.")

@@ -1,0 +1,1 @@
+"""The command `dovetail`; typer and rich, which it needs, are imported only by running it."""
