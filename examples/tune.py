@@ -1,4 +1,4 @@
-"""Tune a small Llama, save the plan, and apply it: `python examples/tune.py [seconds] [plan.json]`.
+"""Tune a small Llama, save the plan, apply it, and deploy it as a bundle: `python examples/tune.py [seconds] [plan.json]`.
 
 It needs `pip install 'dovetail[tune]'` and at least one compiler; measurements are kept in `build/tune-example.db`, so that
 a second run is short.
@@ -42,7 +42,15 @@ def main(seconds: float = 120.0, path: str = "build/llama.plan.json") -> None:
         print(
             f"eager {milliseconds(lambda: model(*args)):.2f} ms, tuned {milliseconds(lambda: fast(*args)):.2f} ms"
         )
-    dovetail.Plan.load(path).check(model, args)
+        # For continuous integration: an error, with what changed, once the plan no longer fits the model.
+        dovetail.Plan.load(path).check(model, args)
+
+        # For deployment: graphs and code in one file, from which a process starts without tracing or compiling.
+        bundle = dovetail.bundle(fast, Path(path).with_suffix(".bundle"))
+        start = time.perf_counter()
+        deployed = dovetail.compile(model, args, bundle=bundle, on_error="raise")
+        torch.testing.assert_close(deployed(*args), fast(*args))
+        print(f"first result from the bundle in {time.perf_counter() - start:.2f} s")
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ RETIRED = {
     ),
     *("barred", "listed", "lies", "standin", "makeup", "wish", "wishes", "whoever"),
 }
-# Names that users meet: attributes of refusals and of the context of rules; an argument of torch.distributed.
-PUBLIC_WORDS = {"wanted", "barred", "world_size"}
+# Names that users meet: attributes of refusals and of the context of rules; names of torch.distributed.
+PUBLIC_WORDS = {"wanted", "barred", "world_size", "WORLD"}
 # A group of entry points looks like a key of meta, and is none.
 ENTRY_POINTS = "dovetail.backends"
 
@@ -65,6 +65,7 @@ ORDER = (
     "reporting",
     "zoo",
     "cli",
+    "__main__",
 )
 # The zoo is plain torch, so that it can be read, copied and run without the rest.
 STANDS_ALONE = "zoo"
@@ -196,7 +197,7 @@ def test_short_files_have_two_importers() -> None:
         name
         for name, path in NAMES.items()
         if path.name != "__init__.py"
-        and part(name) not in ("zoo", "backends", "config")
+        and part(name) not in ("zoo", "backends", "config", "__main__")
         and len(path.read_text().splitlines()) < FEWEST_LINES
         and len(users[name]) < 2
     ]

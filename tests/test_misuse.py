@@ -61,6 +61,8 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
         "none list dict",
     ),
     "compile": (lambda b: compiled(model=b), "module"),
+    "compile bundle": (lambda b: compiled(backends=None, bundle=b), "none"),
+    "bundle": (lambda b: dovetail.bundle(b, "never.bundle"), ""),
     "tune": (lambda b: dovetail.tune(b, (X,)), "module"),
     "tune budget": (lambda b: dovetail.tune(nn.ReLU(), (X,), budget=b), "number"),
     "compile args": (lambda b: compiled(args=b), "none"),
@@ -78,6 +80,10 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "compile timeout": (lambda b: compiled(timeout=b), "none number"),
     "compile cache": (lambda b: compiled(cache=b), "text"),
     "compile cuda_graphs": (lambda b: compiled(cuda_graphs=b), ""),
+    "compile process_group": (lambda b: compiled(process_group=b), "none"),
+    "compile rank_timeout": (lambda b: compiled(rank_timeout=b), "number"),
+    "tune process_group": (lambda b: dovetail.tune(nn.ReLU(), (X,), process_group=b), "none"),
+    "tune rank_timeout": (lambda b: dovetail.tune(nn.ReLU(), (X,), rank_timeout=b), "number"),
     "compile check_capture": (lambda b: compiled(check_capture=b), ""),
     "fuse": (lambda b: dovetail.fuse(b), ""),
     "fuse rules": (lambda b: dovetail.fuse(parts()[1], b), "none list"),
@@ -110,8 +116,29 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "save path": (lambda b: dovetail.save(parts()[2], b), "text"),
     "load": (dovetail.load, "text"),
     "to_onnx path": (lambda b: dovetail.to_onnx(parts()[2], b), "text"),
+    "to_model_explorer path": (lambda b: dovetail.to_model_explorer(parts()[2], b), "text"),
     "to_stablehlo": (dovetail.to_stablehlo, ""),
+    "to_flashinfer_trace": (lambda b: dovetail.to_flashinfer_trace(b, "never"), ""),
+    "to_flashinfer_trace folder": (lambda b: dovetail.to_flashinfer_trace(parts()[2], b), "text"),
+    "to_flashinfer_trace store": (
+        lambda b: dovetail.to_flashinfer_trace(parts()[2], "never", store=b),
+        "none",
+    ),
+    "solution_backend": (dovetail.solution_backend, ""),
+    "solution_backend bound": (lambda b: dovetail.solution_backend("never", bound=b), ""),
+    "export_measurements": (lambda b: dovetail.export_measurements(b, "never.jsonl"), ""),
+    "export_measurements path": (lambda b: dovetail.export_measurements("never.db", b), "text"),
+    "export_measurements environment": (
+        lambda b: dovetail.export_measurements("never.db", "never.jsonl", environment=b),
+        "",
+    ),
+    "import_measurements": (lambda b: dovetail.import_measurements(b, "never.db"), ""),
     "replace_region": (lambda b: dovetail.replace_region(parts()[2], b, torch.relu), ""),
+    "report": (lambda b: dovetail.report(b, "never.html"), ""),
+    "report path": (lambda b: dovetail.report(parts()[2], b), "text"),
+    "report compare": (lambda b: dovetail.report(parts()[2], "never.html", compare=b), "none"),
+    "report plan": (lambda b: dovetail.report(parts()[2], "never.html", plan=b), "none"),
+    "report profile": (lambda b: dovetail.report(parts()[2], "never.html", profile=b), "none"),
     "schedule": (lambda b: dovetail.schedule(b, (X,)), "module"),
     "schedule args": (lambda b: dovetail.schedule(parts()[0], b), "none list"),
     "find": (lambda b: parts()[3].find(b), "text class"),
@@ -239,7 +266,8 @@ def test_a_backend_refuses_options_that_it_does_not_have(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hook", "hint"), [("prepair", "Did you mean 'prepare'"), (None, "There are compile, load")]
+    ("hook", "hint"),
+    [("prepair", "Did you mean 'prepare'"), (None, "There are compile, compile_async, load")],
 )
 def test_asking_a_backend_for_a_method_that_there_is_not(hook: object, hint: str) -> None:
     with pytest.raises(dovetail.InvalidArgument, match=f"a backend has no method .*{hint}"):
