@@ -80,8 +80,9 @@ def measure_all(name: str, folder: Path, turns: int) -> None:
 
 def tune_one(name: str, folder: Path, budget: float) -> None:
     """Tune one model; write the plan and what the search did."""
+    from dovetail.tuning.preparation import prepare
     from dovetail.tuning.store import Store
-    from dovetail.tuning.tune import prepare, run_search
+    from dovetail.tuning.tune import run_search
 
     model, args = example(name)
     start = time.perf_counter()

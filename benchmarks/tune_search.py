@@ -1,17 +1,21 @@
 """How well the search of `dovetail.tune` searches: depth, warm stores, applying a plan, regret, winners that flip.
 
-    python -m benchmarks.tune_search [--parts depth warm apply regret] [--retunings 12] [--write FILE]
+    python -m benchmarks.tune_search [--parts depth warm apply regret fleet] [--retunings 12] [--write FILE]
 
 Depth: levels 1 and 2 of a Llama of 4 and of 48 layers, everything measured. Warm: the same search again. Apply: compiling with a
 plan and with the same backend without one, in turns. Regret: every program of a small space measured, and the winners of
-several searches with empty stores compared with the best of all, interleaved.
+several searches with empty stores compared with the best of all, interleaved. Fleet: the time to the same plan with more workers, on
+a device with planted costs.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -29,11 +33,12 @@ from dovetail.tuning.environment import current_environment
 from dovetail.tuning.executor import InProcess, LocalExecutor
 from dovetail.tuning.measuring import Measurer
 from dovetail.tuning.model_programs import ModelPrograms
+from dovetail.tuning.preparation import Prepared, prepare
 from dovetail.tuning.program_search import ProgramSearch
 from dovetail.tuning.store import Store
 from dovetail.tuning.timing import Timer, compare, noise_of
 from dovetail.tuning.trial import BlockDivision, ComparisonTrial, DivisionsTrial, ProgramSpec
-from dovetail.tuning.tune import Prepared, prepare, run_search
+from dovetail.tuning.tune import run_search
 
 TITLE = "The search of tune: depth, warm stores, regret"
 BACKEND = "openvino"
@@ -268,12 +273,32 @@ def regret_lines(retunings: int) -> list[str]:
     ]
 
 
-PARTS = {"depth": depth_lines, "warm": warm_lines, "apply": apply_lines}
+def fleet_lines() -> list[str]:
+    """The time to the same plan with one, two and four workers, which wait where others measure."""
+    rows: list[str] = []
+    for name, module in (("by hand", "queue_processes"), ("on Ray", "ray_processes")):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", f"tests.tuning.{module}", "scaling", folder]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+        happened = json.loads(done.stdout.splitlines()[-1])
+        one, two, four = happened["seconds"]
+        ratios = f"{one / two:.2f} | {one / four:.2f} | {'yes' if happened['plans are equal'] else 'no'}"
+        rows.append(f"| {name} | {one:.1f} | {two:.1f} | {four:.1f} | {ratios} |")
+    return [
+        "## Searches on a fleet",
+        "",
+        "| workers | 1: s | 2: s | 4: s | 2: times | 4: times | plans equal a local one |",
+        "|---|---|---|---|---|---|---|",
+        *rows,
+    ]
+
+
+PARTS = {"depth": depth_lines, "warm": warm_lines, "apply": apply_lines, "fleet": fleet_lines}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", nargs="*", default=[*PARTS, "regret"])
+    parser.add_argument("--parts", nargs="*", default=["depth", "warm", "apply", "regret", "fleet"])
     parser.add_argument("--retunings", type=int, default=12)
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
