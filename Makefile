@@ -14,18 +14,19 @@ PIP    := $(BIN)/pip install -qq --disable-pip-version-check --no-input -c const
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint docs fuzz census baseline call-paths bench-capture bench-outline bench-fuse bench-compile bench-int8 bench-backends bench-tune clean
+.PHONY: help demo test test-all lint docs dist fuzz census baseline call-paths report-assets bench-capture bench-outline bench-fuse bench-compile bench-int8 bench-backends bench-tune clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY)  ## capture a model, fuse it, show that nothing changed, compile it
-	@$(BIN)/python examples/demo.py
+demo: $(READY)  ## fuse a small Llama, show that nothing changed, measure it, write build/report.html: the command `dovetail demo`
+	@$(BIN)/dovetail demo --output build/report.html
 
 test: $(READY)  ## every test but the long ones
 	$(PYTEST) -m "not long"
 
 test-all: $(READY)  ## every test
+	@$(PIP) -e '.[release]'
 	$(PYTEST)
 
 lint: $(READY)  ## format, rules and types
@@ -33,8 +34,16 @@ lint: $(READY)  ## format, rules and types
 	$(BIN)/ruff check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
-docs: $(READY)  ## write the generated pages of docs again
+docs: $(READY)  ## write the generated pages again and build the site into build/docs; a warning is an error
 	$(BIN)/python docs/generate_kinds.py
+	$(BIN)/python -m sphinx --fresh-env --fail-on-warning --keep-going --quiet -b html docs build/docs
+	@echo "build/docs/index.html"
+
+dist: $(READY)  ## build wheel and source distribution into dist and check them
+	@$(PIP) -e '.[release]'
+	rm -rf build/lib build/bdist.* dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
 
 fuzz: $(READY)  ## outline and inline N=50000 random programs, match SPELLINGS=12800 of library rules, load FILES=20000 damaged files, in JOBS= processes
 	$(BIN)/python -m tests.fuzz --n $(N) --spellings $(SPELLINGS) --files $(FILES) --jobs $(JOBS)
@@ -48,6 +57,9 @@ baseline: $(READY)  ## dump graphs, regions and ledgers of many models and compa
 call-paths: $(READY)  ## count the files of src that capture, outline, fuse, compile and a call go through
 	$(BIN)/python -m benchmarks.call_paths
 
+report-assets:  ## bundle the page of dovetail.report from report-ui; needs node and npm
+	cd report-ui && npm ci --silent --no-audit --no-fund && npm run --silent check && npm run --silent build
+
 bench-capture: $(READY)  ## capture against torch.export of the same models; writes benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.capture --write benchmarks/RESULTS.md
 
@@ -59,8 +71,10 @@ bench-fuse: $(READY)  ## planning and fusing against copying the same graph, tor
 	$(BIN)/python -m benchmarks.fuse --write benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.fuse_llama --write benchmarks/RESULTS.md
 
-bench-compile: $(READY)  ## compiled models against torch.compile, cold start and steady state; writes benchmarks/RESULTS.md
+bench-compile: $(READY)  ## compiled models against torch.compile: cold start, steady state, starting again, cost of a call; writes benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.compile --write benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks.warm_start --write benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks.call_cost --write benchmarks/RESULTS.md
 
 bench-int8: $(READY)  ## int8 against float32 on ResNet and BERT, error and speed; writes benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.int8 --write benchmarks/RESULTS.md
@@ -75,7 +89,7 @@ bench-tune: $(READY)  ## tuned programs against eager, torch.compile, ONNX Runti
 	$(BIN)/python -m benchmarks.tune_search --write benchmarks/RESULTS.md
 
 clean:  ## remove .venv and everything generated
-	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis fuzz-failures src/*.egg-info
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis fuzz-failures report-ui/node_modules src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and alone: once the pinned build is there, nothing later can pull in another one.
@@ -86,5 +100,5 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
 	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation -e '.[test,lint]'
+	@$(PIP) --no-build-isolation -e '.[test,lint,docs]'
 	@touch $@

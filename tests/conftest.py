@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections import Counter
 
 import pytest
 import torch
@@ -17,3 +18,15 @@ os.environ.setdefault(
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     torch.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name what is not installed, and how many tests were skipped for it."""
+    reasons = Counter(
+        reason.removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", [])
+        for _, _, reason in [report.longrepr]
+        if "not installed" in reason
+    )
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.write_line(f"{count} tests were skipped: {reason}")

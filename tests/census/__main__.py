@@ -43,8 +43,9 @@ def main() -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+    from dovetail.cli.transformers_config import model_types, with_base_model
+
     from . import stages  # loads torch, transformers and dovetail once, for all children
-    from .configs import model_types, with_base_model
 
     rows = read(options.out) if not options.again else {}
     if options.again:

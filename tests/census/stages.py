@@ -15,10 +15,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import dovetail
+from dovetail.cli.transformers_config import model_class
+from dovetail.cli.transformers_models import first_model_that_runs
 from dovetail.frontend.cache_pytrees import register_caches
 
-from .configs import build_model, model_class, small_configs
-from .inputs import calls, with_placeholders
 from .overrides import overrides
 
 Report = Callable[[str, Any], None]
@@ -82,29 +82,18 @@ class Subject:
 
     def __init__(self, model_type: str, backends: list[str]) -> None:
         self.backends = backends
-        cls = model_class(model_type)
-        if cls is None:
+        if model_class(model_type) is None:
             raise Skipped("no model class")
         self.graph: Any = None
         self.fused_graph: Any = None
         self.drift = self.rounding = ""
         self.refused_gradients: Exception | None = None
-        special = overrides(model_type)
-        reasons: list[str] = []
-        for name, build in small_configs(model_type, special):
-            try:
-                config = build()
-                model = build_model(cls, config)
-                self.unrun_model = copy.deepcopy(model)
-                register_caches()  # a model may bring a cache class of its own
-            except Exception as error:
-                reasons.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-                continue
-            kwargs = _call(model, config, special.get("inputs", {}), reasons)
-            if kwargs is not None:
-                self.shrinker, self.model, self.kwargs = name, model, kwargs
-                return
-        raise RuntimeError(" | ".join(dict.fromkeys(reasons))[:1500])
+        try:
+            small = first_model_that_runs(model_type, overrides(model_type))
+        except ValueError as error:
+            raise RuntimeError(str(error)) from None
+        self.model, self.unrun_model = small.model, small.uncalled
+        self.kwargs, self.shrinker = small.kwargs, small.shrinker
 
     def fresh(self) -> tuple[nn.Module, dict[str, Any]]:
         return copy.deepcopy(self.model), pytree.tree_map(_clone, self.kwargs)
@@ -213,34 +202,6 @@ class Subject:
         with torch.no_grad():
             fast = dovetail.compile(model, (), kwargs, backends=self.backends, on_error="raise")
             _same(_outputs(fast, self.fresh()[1]), self.eager, "eager", tolerance=tolerance)
-
-
-def _call(model: nn.Module, config: Any, given: dict[str, Any], reasons: list[str]) -> dict[str, Any] | None:
-    tries, began = 0, time.process_time()
-    for kwargs in calls(model, config, given):
-        trial: dict[str, Any] | None = kwargs
-        for _ in range(3):
-            tries += 1
-            if trial is None or tries > 40 or time.process_time() - began > 10:
-                break
-            try:
-                torch.manual_seed(0)
-                with torch.no_grad():
-                    results = model(**pytree.tree_map(_clone, trial))
-                try:
-                    leaves = pytree.tree_leaves(results)
-                except Exception:
-                    trial["use_cache"] = False
-                    with torch.no_grad():
-                        leaves = pytree.tree_leaves(model(**pytree.tree_map(_clone, trial)))
-                if not any(isinstance(v, Tensor) or hasattr(v, "__dict__") for v in leaves):
-                    raise ValueError("no tensor among the results")
-                return trial
-            except Exception as error:
-                line = f"{'+'.join(trial)}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                reasons.append(line)
-                trial = with_placeholders(trial, config, str(error))
-    return None
 
 
 def _clone(value: Any) -> Any:

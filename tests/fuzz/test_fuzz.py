@@ -22,16 +22,16 @@ from dovetail.scheduling.session import ScheduleSession
 from .hunt import FailedCase, draw, hunt
 
 PROGRAMS = {
-    "pure": 350,
-    "memory": 450,
-    "world": 400,
-    "modules": 350,
-    "sizes": 250,
-    "everything": 350,
-    "nested": 200,
-    "traced": 50,
-    "fused": 250,
-    "captured": 60,
+    "pure": 250,
+    "memory": 350,
+    "world": 300,
+    "modules": 250,
+    "sizes": 180,
+    "everything": 250,
+    "nested": 150,
+    "traced": 40,
+    "fused": 180,
+    "captured": 50,
     "scheduled": 12,
 }
 SCHEDULED = 400  # each of them is captured several times, which takes most of a second
