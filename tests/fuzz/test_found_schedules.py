@@ -314,3 +314,40 @@ def test_what_replaces_many_results_is_not_taken_for_fewer() -> None:
     with pytest.raises(dovetail.ScheduleError, match="2 results are used, and here 1 are"):
         s.find(_aten.neg.default)
     agree(s.build(), twin, x)
+
+
+class Zeros(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        zeros, negative = torch.zeros_like(x), torch.neg(x)
+        return zeros, zeros, negative
+
+
+class Bounds(nn.Module):
+    """Returns what it computes last first; both are equal where the input is positive."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        size = torch.abs(x)
+        return torch.relu(x), size
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_results_of_a_replaced_module_are_told_apart_by_their_bits(check: bool) -> None:
+    # In the second call both results are zeros, of different sign.
+    model = Of(lambda m, x: m.part(m.part(x)[0])[2], part=Zeros())
+    twin, x = copy.deepcopy(model), torch.randn(2, 3)
+    s = dovetail.schedule(model, (x,))
+    s.fuse(s.find(_aten.neg.default))
+    s["part"].replace(Zeros(), check=check)
+    built = s.build()
+    assert torch.equal(torch.signbit(built(x)), torch.signbit(twin(x)))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_results_that_are_equal_for_the_example_are_told_apart_by_other_inputs(check: bool) -> None:
+    model = Of(lambda m, x: torch.stack(m.part(x)), part=Bounds())
+    twin, x = copy.deepcopy(model), torch.rand(2, 3) + 1
+    s = dovetail.schedule(model, (x,))
+    s.fuse(s.find(_aten.stack.default))
+    s["part"].replace(Bounds(), check=check)
+    agree(s.build(), twin, x)
+    agree(s.build(), twin, -x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,11 +11,13 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dovetail.errors import InvalidArgument, ScheduleError
 from dovetail.ir.module_paths import is_within
+from dovetail.numerics.sample_inputs import random_inputs
 from dovetail.scheduling.call_recording import (
+    ModelInputs,
     RecordedCall,
     copy_tensors,
     expand_objects,
@@ -26,7 +29,9 @@ from dovetail.scheduling.finders import ByModule, PartMatch, PartRegion, finder_
 from dovetail.scheduling.install import hook_kind
 from dovetail.scheduling.replacement_checks import (
     Probe,
+    ProbedModule,
     bind_replacement,
+    bind_results,
     check_fits,
     check_order,
     check_results,
@@ -37,7 +42,6 @@ from dovetail.scheduling.replacement_checks import (
     operand_name,
     own_state,
     result_order,
-    result_permutation,
     run_probe,
 )
 from dovetail.scheduling.resolve import (
@@ -49,6 +53,8 @@ from dovetail.scheduling.resolve import (
     target_list,
 )
 from dovetail.scheduling.session import ScheduleSession
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -271,19 +277,37 @@ def _results(
         declared = sum(len(m.outputs) for m in group.matches)
         return tuple(range(max(count, declared))), max(count, declared)
     trace = session.state.traces[group.root]
-    with session.with_replacements():
-        example = trace.calls[group.form].example
+    example = trace.calls[group.form].example
+
+    def run(inputs: ModelInputs, probe: Probe) -> ProbedModule:
         # The module path of a grouped match is relative to the traced part.
-        returned = [flat_leaves(value) for value in record_results(trace.module, match.module_path, example)]
-    if len(order) == 1 and all(len(values) == 1 for values in returned):
+        with session.with_replacements():
+            returned = record_results(trace.module, match.module_path, inputs)
+        return ProbedModule(probe.calls[0][1], [flat_leaves(value) for value in returned])
+
+    first = run(example, probe)
+    if len(order) == 1 and all(len(values) == 1 for values in first.returned):
         return (0,), 1
-    reasons: list[ScheduleError] = []
-    for values in returned:
+    binding = bind_results(group.matches, [first], order)
+    if not binding.is_unique:
+        gm, region = isolate(session.state.graphs[group.root, group.form].gm, list(group.matches))
+        other = _other_values(example)
         try:
-            return result_permutation(group.matches, probe, values, order), len(values)
-        except ScheduleError as reason:
-            reasons.append(reason)
-    raise reasons[0]
+            second = run(other, run_probe(gm, region, other, trace.module))
+            binding = bind_results(group.matches, [first, second], order)
+        except Exception as error:  # a model need not take other values, such as indices or masks
+            _log.debug("results of '%s' were compared on the example alone: %s", match.module_path, error)
+    return binding.results, binding.count
+
+
+def _other_values(example: ModelInputs) -> ModelInputs:
+    """Return inputs with other values of floating point than the example."""
+
+    def other(leaf: Any) -> Any:
+        is_float = isinstance(leaf, Tensor) and leaf.dtype.is_floating_point
+        return random_inputs([leaf], seed=1)[0] if is_float else leaf
+
+    return example.map(other)
 
 
 def refuse_sharing(session: ScheduleSession, new: Any, options: ReplaceOptions, paths: Sequence[str]) -> None:

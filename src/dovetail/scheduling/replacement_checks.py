@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,7 @@ from dovetail.ir.effects import DeclaredEffects
 from dovetail.ir.graph_module import copy_graph, rebuild
 from dovetail.ir.meta_keys import REGION
 from dovetail.ir.process_state import get_rng_state, set_rng_state
-from dovetail.numerics.compare import describe_tensor, tensor_mismatch
+from dovetail.numerics.compare import bitwise_equal, describe_tensor, tensor_mismatch
 from dovetail.outlining.region import Region
 from dovetail.rules.patterns.match_state import Value
 from dovetail.rules.patterns.pattern_rule import PatternRule
@@ -299,27 +299,72 @@ def operand_name(matches: Sequence[PartMatch], operand: Operand) -> str:
     return name if len(matches) == 1 else f"{match}.{name}"
 
 
-def result_permutation(
-    matches: Sequence[PartMatch], probe: Probe, values: Sequence[Any], region_results: Sequence[int]
-) -> tuple[int, ...]:
-    """Return which value that a module returned each result of its operations is, by comparing values.
+@dataclass(frozen=True)
+class ProbedModule:
+    """One run of a traced part: what the operations of a match computed, and what each call of its module returned."""
+
+    computed: Sequence[Any]
+    returned: Sequence[Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class ResultBinding:
+    """Which of the `count` values that a module returns each result of its operations is.
+
+    `is_unique` unless other values, or another call of the module, agree with the results too.
+    """
+
+    results: tuple[int, ...]
+    count: int
+    is_unique: bool
+
+
+def bind_results(
+    matches: Sequence[PartMatch], runs: Sequence[ProbedModule], region_results: Sequence[int]
+) -> ResultBinding:
+    """Compare the results of operations with what a module returned in all runs, by their bits if these agree.
 
     Results are in the order of computation, and a module may return them in any order.
     """
-    _, results, _ = probe.calls[0]
-    outputs = [
-        value for _, value in sorted(zip(region_results, results, strict=True), key=lambda pair: pair[0])
-    ]
+    positions = sorted(range(len(region_results)), key=lambda i: region_results[i])
+    for equal in (_same_bits, _equal):
+        bindings: list[ResultBinding] = []
+        for calls in zip(*(run.returned for run in runs), strict=False):
+            count = min(len(values) for values in calls)
+            candidates = [
+                [
+                    i
+                    for i in range(count)
+                    if all(equal(v[i], r.computed[at]) for v, r in zip(calls, runs, strict=True))
+                ]
+                for at in positions
+            ]
+            order = _distinct(candidates)
+            if order is not None:
+                bindings.append(ResultBinding(order, count, all(len(each) == 1 for each in candidates)))
+        if bindings:
+            return replace(bindings[0], is_unique=all(b == bindings[0] and b.is_unique for b in bindings))
+    names = ", ".join(node.name for match in matches for node in match.outputs)
+    raise ScheduleError(
+        f"not all of {names} are returned by '{matches[0].module_path}', so that a replacement would not return them"
+    )
+
+
+def _distinct(candidates: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+    """Return the first candidate of each that no earlier one has."""
     order: list[int] = []
-    for value in outputs:
-        same = [i for i, leaf in enumerate(values) if i not in order and _equal(leaf, value)]
-        if not same:
-            names = ", ".join(node.name for match in matches for node in match.outputs)
-            raise ScheduleError(
-                f"not all of {names} are returned by '{matches[0].module_path}', so that a replacement would not return them"
-            )
-        order.append(same[0])
+    for each in candidates:
+        free = next((i for i in each if i not in order), None)
+        if free is None:
+            return None
+        order.append(free)
     return tuple(order)
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return _equal(a, b)
+    return bitwise_equal(a, b)
 
 
 def _equal(a: Any, b: Any) -> bool:
