@@ -1,4 +1,4 @@
-"""Drawing random programs. The source of randomness may be Hypothesis's, so that it can make a failure smaller."""
+"""Drawing random programs."""
 
 from __future__ import annotations
 
@@ -125,6 +125,14 @@ FLAVOURS = {
             stages=(1, 1, 2, 3),
             share=3,
             fuses=True,
+        ),
+        Flavour(
+            "reshapes",
+            _with(PURE, MEMORY, {effects.reshape_in_place: 40}),
+            values=("all", "all", "some"),
+            stages=(1, 2, 3, 4, 5),
+            grads=6,
+            share=2,
         ),
         Flavour("captured", {}, share=3, captures=True),
         Flavour("scheduled", {}, stages=(2, 3, 4, 5, 6, 8), share=1, schedules=True),

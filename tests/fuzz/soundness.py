@@ -49,6 +49,7 @@ class _Watcher(Interpreter):
     def run_node(self, n: Node) -> Any:
         if n.op in ("placeholder", "output", "get_attr"):
             return super().run_node(n)
+        self._expect_operands(n)
         held = list(self._held())
         before = [_bits(tensor) for _, _, tensor in held]
         stream, log, grad = torch.get_rng_state(), len(ops.LOG), torch.is_grad_enabled()
@@ -65,6 +66,20 @@ class _Watcher(Interpreter):
         )
         self._expect_sharing(n, value, held)
         return value
+
+    def _expect_operands(self, n: Node) -> None:
+        """A body is compiled for the values of its placeholders, so these are what arrives."""
+        body = self.module.get_submodule(str(n.target)) if "dovetail.region" in n.meta else None
+        if not isinstance(body, GraphModule):
+            return
+        for operand, parameter in zip(n.args, body.graph.find_nodes(op="placeholder"), strict=True):
+            expected = parameter.meta.get("val")
+            actual = self.env[operand] if isinstance(operand, Node) else operand
+            if isinstance(expected, torch.Tensor) and isinstance(actual, torch.Tensor):
+                shapes = list(expected.shape), list(actual.shape)
+                if all(isinstance(size, int) for size in expected.shape) and shapes[0] != shapes[1]:
+                    words = f"{n.format_node()} takes {shapes[0]} as '{parameter.name}', not {shapes[1]}"
+                    raise Untold("takes other operands", n, words)
 
     def _held(self) -> Iterator[tuple[str, int, torch.Tensor]]:
         """Every tensor there is now, by name and class of memory."""

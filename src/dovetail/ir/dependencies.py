@@ -10,7 +10,7 @@ and the time to find them are linear in the size of the graph and the number of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -22,7 +22,8 @@ from torch.fx import GraphModule, Node
 from dovetail.errors import InvalidGraph
 from dovetail.ir.alias_analysis import alias_classes
 from dovetail.ir.effects import PURE, EffectAnalysis, Effects
-from dovetail.ir.graph_module import attribute
+from dovetail.ir.graph_module import Body, attribute
+from dovetail.ir.inplace_reshapes import InplaceReshapes
 from dovetail.ir.nodes import returns_tuple
 from dovetail.ir.op_traits import traits_of
 
@@ -36,6 +37,7 @@ class Dependencies:
     those of nodes that may give what they write other sizes or strides.
     """
 
+    root: nn.Module
     nodes: list[Node]
     position: dict[Node, int]
     before: dict[int, list[int]]
@@ -44,32 +46,27 @@ class Dependencies:
     switches_modes: bool = False
     reshaping: set[int] = field(default_factory=set[int])
 
-    def value_read(self, node: Node, position: int) -> Any:
+    def value_read(self, node: Node, position: int, region: Collection[int] = ()) -> Any:
         """Return the fake value of `node` where the node at `position` reads it, after in-place changes of its shape.
 
-        None if the change is in a graph that is called.
+        Changes by the nodes of a region that reads it are left out: its operands have the values before it runs.
+        None if the value is not known.
         """
-        if not self.reshaping:
-            return node.meta.get("val")
-        first = node
-        while (written := self._returned_operand(first)) is not None:
-            first = written
-        same, latest = [first], self.position[node]
-        for value in same:
-            for user in value.users:
-                at = self.position.get(user, position)
-                if at < position and value in self.effects.get(at, PURE).writes:
-                    latest = max(latest, at) if at in self.reshaping else latest
-                    if self._returned_operand(user) is value:
-                        same.append(user)
-        is_known = self.nodes[latest] in same or self.nodes[latest] is node
-        return self.nodes[latest].meta.get("val") if is_known else None
+        reshapes = self.inplace_reshapes
+        return node.meta.get("val") if reshapes is None else reshapes.value(node, position, region)
 
-    def _returned_operand(self, node: Node) -> Node | None:
-        """Return the operand that an in-place operator writes and returns."""
-        effects = self.effects.get(self.position[node], PURE)
-        is_in_place = len(effects.writes) == 1 and effects.writes == effects.aliases
-        return effects.writes[0] if is_in_place and node.op in ("call_function", "call_method") else None
+    @cached_property
+    def inplace_reshapes(self) -> InplaceReshapes | None:
+        """Where sizes or strides are changed in place; None if no node, nor a graph that is called, does that."""
+        nested = _NestedTraits(self.root)
+        if not self.reshaping and not any(n.op == "call_module" and nested.reshapes(n) for n in self.nodes):
+            return None
+        return InplaceReshapes(
+            self,
+            lambda body: dependencies(body, list(body.graph.nodes)),
+            # Of a graph's inputs, guards compare which are the same; a body may be called by any operands.
+            distinct_operands=not isinstance(self.root, Body),
+        )
 
     def why(self, first: int, second: int) -> str:
         """Return the reason of the effect edge between two positions."""
@@ -103,7 +100,7 @@ def dependencies(root: nn.Module, nodes: list[Node], position: dict[Node, int] |
     switches_modes = any(e.barrier for e in effects.values())
     if switches_modes:
         _order_barriers(nodes, effects, edges)
-    return Dependencies(nodes, position, edges, effects, written, switches_modes, reshaping)
+    return Dependencies(root, nodes, position, edges, effects, written, switches_modes, reshaping)
 
 
 def _impure_effects(root: nn.Module, nodes: list[Node]) -> dict[int, Effects]:

@@ -79,7 +79,7 @@ class InplaceReshapes:
             latest -= 1
         # What a call returns has been changed by all of its body.
         returned_by = node.args[0] if node.args and node.args[0] in self._results else node
-        if latest < 0 or changes[latest][0] < self._graph.position[cast("Node", returned_by)]:
+        if latest < 0 or changes[latest][0] < self._graph.position[returned_by]:
             return node.meta.get("val")
         return changes[latest][2] if changes[latest][1] == tensor else None
 
@@ -90,7 +90,7 @@ class InplaceReshapes:
     def _object(self, node: Node, effects: Effects) -> int:
         """Return the object that a node returns: an earlier one, or a new one in the cluster of those it may be."""
         if node.target is operator.getitem and node.args[0] in self._results:
-            results, index = self._results[cast("Node", node.args[0])], node.args[1]
+            results, index = self._results[node.args[0]], node.args[1]
             known = results[index] if isinstance(index, int) and index < len(results) else None
             return self._clusters.add() if known is None else known
         is_in_place = len(effects.writes) == 1 and effects.writes == effects.aliases
@@ -120,7 +120,11 @@ class InplaceReshapes:
             self._objects[node] = self._clusters.add()
         else:
             self._objects[node] = self._clusters.add() if results[0] is None else results[0]
-        return [(i, tensor, body.final_values[inner]) for inner, tensor in outer.items() if inner in body.final_values]
+        return [
+            (i, tensor, body.final_values[inner])
+            for inner, tensor in outer.items()
+            if inner in body.final_values
+        ]
 
     def _called_body(
         self, node: Node, bodies: dict[int, _Body], analyze: Callable[[GraphModule], Dependencies]

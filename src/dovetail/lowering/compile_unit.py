@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from dovetail.ir.dependencies import dependencies
 from dovetail.ir.effects import BodySummary, summarize_body
 from dovetail.ir.graph_module import Body, attribute, make_body
 from dovetail.ir.nodes import is_projection
@@ -79,7 +80,10 @@ def unit_of(region: Region) -> CompileUnit:
         obstacle = _obstacle(body)
         lifted, targets = _lift_constants(body) if body.borrows and obstacle is None else (body, ())
         own = None if lifted is body else lifted
-        facts = _FACTS[body] = _Facts(own, targets, body_key(lifted), summarize_body(lifted), obstacle)
+        effects = summarize_body(lifted)
+        if obstacle is None and effects.writes:
+            obstacle = _reshaped_operand(body)
+        facts = _FACTS[body] = _Facts(own, targets, body_key(lifted), effects, obstacle)
     run = facts.lifted_body or body
     return CompileUnit(
         replace(region, body=run), body, facts.lifted, facts.key, facts.effects, facts.obstacle
@@ -138,7 +142,27 @@ def _obstacle(body: GraphModule) -> str | None:
     return None
 
 
-_STOPS = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
+def _reshaped_operand(body: Body) -> str | None:
+    """Return which operand is given other sizes or strides in place: code takes operands of fixed shape, one by one."""
+    reshapes = dependencies(body, list(body.graph.nodes)).inplace_reshapes
+    if reshapes is None:
+        return None
+    changed = (n for n in body.graph.find_nodes(op="placeholder") if reshapes.is_changed(n))
+    return next(
+        (f"it changes the sizes or strides of its operand '{n.name}' in place" for n in changed), None
+    )
+
+
+_DETACHES = frozenset(
+    {
+        torch.ops.aten.detach.default,
+        torch.ops.aten.detach_.default,
+        torch.detach,
+        torch.detach_,
+        "detach",
+        "detach_",
+    }
+)
 Flags = tuple[bool, ...]
 
 
@@ -193,7 +217,7 @@ class GradAnalysis:
             else:
                 reached = any(flags[a] for a in node.all_input_nodes)
                 value = node.meta.get("val")
-                flags[node] = reached and node.target not in _STOPS and _is_differentiable(value)
+                flags[node] = reached and not _detaches(node) and _is_differentiable(value)
                 if flags[node] and isinstance(value, (tuple, list)):
                     of_results = self._results_of_operator(node, flags)
                     if of_results is not None:
@@ -222,6 +246,10 @@ def _differentiable_results(node: Node, flags: Mapping[Node, bool]) -> Flags | N
     with fake_inference(mode), torch.enable_grad():
         values = call_with_values(node, operand)
     return tuple(isinstance(value, Tensor) and value.requires_grad for value in values)
+
+
+def _detaches(node: Node) -> bool:
+    return node.target in _DETACHES or (node.target is getattr and node.args[1:2] == ("data",))
 
 
 def _requires_grad(node: Node) -> bool:

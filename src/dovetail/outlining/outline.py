@@ -337,9 +337,10 @@ def operands_of(index: Index, draft: RegionDraft) -> tuple[list[Node], list[Any]
     own = {nodes[i] for i in draft.inside}
     first = {n: i for i in sorted(draft.inside, reverse=True) for n in nodes[i].all_input_nodes}
     operands = list(dict.fromkeys(n for i in draft.inside for n in nodes[i].all_input_nodes if n not in own))
-    if not dependencies.reshaping:
+    if dependencies.inplace_reshapes is None:
         return operands, None
-    return operands, [dependencies.value_read(node, first[node]) for node in operands]
+    inside = set(draft.inside)
+    return operands, [dependencies.value_read(node, first[node], inside) for node in operands]
 
 
 class _Builder:
