@@ -8,9 +8,8 @@ from itertools import combinations
 from random import Random
 from typing import Any
 
+import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from torch.fx import Graph, GraphModule
 
 import dovetail
@@ -23,14 +22,7 @@ from tests.outlining.helpers import equal
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 Ops = list[tuple[int, ...]]
 
-drawn = settings(
-    max_examples=40,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
+drawn = pytest.mark.parametrize("seed", range(40))
 
 
 def draw_ops(rng: Random, count: int) -> Ops:
@@ -138,8 +130,8 @@ def history(gm: GraphModule, names: dict[str, int]) -> list[tuple[int, str, tupl
 
 
 @drawn
-@given(st.randoms(use_true_random=False))
-def test_what_is_chosen_is_legal_exact_and_the_same_in_any_listing(rng: Random) -> None:
+def test_what_is_chosen_is_legal_exact_and_the_same_in_any_listing(seed: int) -> None:
+    rng = Random(seed)
     ops = draw_ops(rng, rng.randrange(3, 60))
     facts = draw_rules(rng, ops, 40)
     gm, names = build(ops)
@@ -154,8 +146,8 @@ def test_what_is_chosen_is_legal_exact_and_the_same_in_any_listing(rng: Random) 
 
 
 @drawn
-@given(st.randoms(use_true_random=False))
-def test_fuel_gives_a_beginning_of_what_more_fuel_gives(rng: Random) -> None:
+def test_fuel_gives_a_beginning_of_what_more_fuel_gives(seed: int) -> None:
+    rng = Random(seed)
     ops = draw_ops(rng, rng.randrange(3, 20))
     gm, names = build(ops)
     rules = [Numbered(names=names, **f) for f in draw_rules(rng, ops, 8)]
@@ -167,8 +159,8 @@ def test_fuel_gives_a_beginning_of_what_more_fuel_gives(rng: Random) -> None:
 
 
 @drawn
-@given(st.randoms(use_true_random=False))
-def test_limits_hold_exactly(rng: Random) -> None:
+def test_limits_hold_exactly(seed: int) -> None:
+    rng = Random(seed)
     ops = draw_ops(rng, rng.randrange(3, 40))
     gm, names = build(ops)
     limits = Limits(
@@ -189,8 +181,8 @@ def test_limits_hold_exactly(rng: Random) -> None:
 
 
 @drawn
-@given(st.randoms(use_true_random=False))
-def test_a_small_cluster_is_solved_exactly(rng: Random) -> None:
+def test_a_small_cluster_is_solved_exactly(seed: int) -> None:
+    rng = Random(seed)
     count = rng.randrange(1, 9)
     weights = [(rng.choice([0, 0, 1]), rng.randrange(-2, 6), rng.randrange(1, 4)) for _ in range(count)]
     pairs = {pair for pair in combinations(range(count), 2) if rng.random() < 0.4}
