@@ -331,7 +331,7 @@ class Bounds(nn.Module):
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_results_of_a_replaced_module_are_told_apart_by_their_bits(check: bool) -> None:
+def test_results_of_a_replaced_module_are_distinguished_by_their_bits(check: bool) -> None:
     # In the second call both results are zeros, of different sign.
     model = Of(lambda m, x: m.part(m.part(x)[0])[2], part=Zeros())
     twin, x = copy.deepcopy(model), torch.randn(2, 3)
@@ -343,7 +343,7 @@ def test_results_of_a_replaced_module_are_told_apart_by_their_bits(check: bool) 
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_results_that_are_equal_for_the_example_are_told_apart_by_other_inputs(check: bool) -> None:
+def test_results_that_are_equal_for_the_example_are_distinguished_by_other_inputs(check: bool) -> None:
     model = Of(lambda m, x: torch.stack(m.part(x)), part=Bounds())
     twin, x = copy.deepcopy(model), torch.rand(2, 3) + 1
     s = dovetail.schedule(model, (x,))
