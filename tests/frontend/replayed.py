@@ -29,7 +29,7 @@ class Replays:
 
     @property
     def count(self) -> int:
-        return self.instances[-1].replayed
+        return len(self.instances[-1].copied)
 
 
 def facts(gm: GraphModule) -> list[Any]:

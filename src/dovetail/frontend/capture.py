@@ -26,7 +26,7 @@ from dovetail.frontend.model_copy import structural_copy
 from dovetail.frontend.unlift import Unlifted, unlift
 from dovetail.ir.canonicalize import canonicalize
 from dovetail.ir.graph_module import Program, pause_gc
-from dovetail.ir.meta_keys import CANONICAL, DIM_NAMES
+from dovetail.ir.meta_keys import CANONICAL, DIM_NAMES, REPLAYED
 from dovetail.ir.process_state import forked_while_tracing, reset_at_fork, tracing
 from dovetail.ir.shape_prop import propagate_values
 
@@ -132,8 +132,9 @@ def checked(
     every layer traced.
     """
     reason = "it cannot be compared with the model"
+    replayed = graph.meta.pop(REPLAYED, {})
     try:
-        if compare_with_model(model, graph, args, kwargs) or config.replay_layers != "checked":
+        if compare_with_model(model, graph, args, kwargs, replayed) or config.replay_layers != "checked":
             return graph
     except CaptureMismatch as mismatch:
         if not config.replay_layers:
@@ -148,14 +149,21 @@ def checked(
 
 
 def compare_with_model(
-    model: Callable[..., Any], graph: GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: Callable[..., Any],
+    graph: GraphModule,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    replayed: Mapping[str, str] | None = None,
 ) -> bool:
-    """Raise CaptureMismatch unless a graph does what its model does on these inputs; return whether that was compared."""
+    """Raise CaptureMismatch unless a graph does what its model does on these inputs; return whether that was compared.
+
+    `replayed` are the paths of layers that were copied, with those of the layers they were copied from.
+    """
     trains = torch.is_grad_enabled()
     with outside_inference_mode():
         inputs, keywords = pytree.tree_map(_tracked, (args, dict(kwargs)))
         with torch.set_grad_enabled(trains):
-            return check_against_model(model, graph, inputs, keywords)
+            return check_against_model(model, graph, inputs, keywords, replayed or {})
 
 
 def outside_inference_mode() -> AbstractContextManager[Any]:
@@ -209,7 +217,7 @@ def _from_model(
         # Another thread may call the model while it is exported.
         copy = structural_copy(module) if module is model else module
         with CAPTURING, tracing():
-            exported, effects = export.export_model(
+            exported, effects, replayed = export.export_model(
                 copy,
                 args,
                 kwargs,
@@ -227,6 +235,8 @@ def _from_model(
     if unlifted.mutated:
         _refuse_shared_inputs(args, kwargs, None)
     captured = _finished(unlifted, decomposed, signature, module.training, effects, trains)
+    if replayed:
+        captured.meta[REPLAYED] = replayed
     names = _dim_names(bound, dynamic_shapes, (args, kwargs), unlifted.inputs)
     if names:
         captured.meta[DIM_NAMES] = names

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from dovetail.errors import CaptureMismatch
 from dovetail.frontend import model_copy, side_effects
 from dovetail.frontend.calling_convention import convention_of
+from dovetail.frontend.layer_operators import LayerOperators
 from dovetail.frontend.tensor_effects import generators_of
 from dovetail.ir.process_state import preserve_rng_state
 
@@ -35,22 +36,33 @@ class _Run:
 
 
 def check_against_model(
-    model: Callable[..., Any], graph: GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: Callable[..., Any],
+    graph: GraphModule,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    replayed: Mapping[str, str],
 ) -> bool:
     """Raise CaptureMismatch unless the graph does what the model does on these inputs; return whether that was compared.
 
-    Results, inputs and buffers afterwards, and the random streams are compared; gradients are not. Two forwards are run
-    from the same state, and two more to find the module where they differ. Nothing is compared on inputs without data, or
-    if the model itself cannot be run or is not deterministic.
+    Results, inputs and buffers afterwards, and the random streams are compared, and the operators of `replayed` layers with
+    those of the layers that they were copied from; gradients are not. Two forwards are run from the same state, and
+    two more to find the module where they differ. Nothing is compared on inputs without data, or if the model itself
+    cannot be run or is not deterministic.
     """
     if not has_data((args, dict(kwargs)), graph):
         return False
     trial = _ModelTrial(model, graph, args, dict(kwargs))
+    operators = None
+    if replayed:
+        operators = LayerOperators(trial.state, list(dict.fromkeys([*replayed, *replayed.values()])))
     try:
-        expected = trial.run(model)
+        with operators.active() if operators is not None else contextlib.nullcontext():
+            expected = trial.run(model)
     except Exception as error:
         _log.debug("the model cannot be run on its example inputs: %s", error)
         return False
+    if operators is not None and (difference := operators.difference(replayed)) is not None:
+        raise CaptureMismatch(difference)
     try:
         actual = trial.run(graph, is_graph=True)
     except Exception as error:

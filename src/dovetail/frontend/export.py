@@ -95,19 +95,22 @@ def export_model(
     *,
     trains: bool = True,
     replays: bool = False,
-) -> tuple[ExportedProgram, side_effects.SideEffects]:
+) -> tuple[ExportedProgram, side_effects.SideEffects, Mapping[str, str]]:
     """Export `model` in training form; raise CaptureError with the user's line if that fails.
 
     `forward` of the model may be replaced by an equivalent one. Unless the graph `trains`, it may apply functions whose
     backward formula is lost. With `replays`, repeated layers are replayed; the modules must be a copy that nobody else uses.
+    The paths of replayed layers are returned with those of the layers that they were copied from.
     """
     if dynamic_shapes is not None:
         dynamic_shapes = _with_named_parameters(model, args, kwargs, dynamic_shapes)
     with preserve_rng_state(), torch.enable_grad():
         replay = LayerReplay(model) if replays and not strict else None
+        copied: Mapping[str, str] = {}
         try:
             with replay.active() if replay is not None else contextlib.nullcontext():
                 effects, program = _watched_export(model, args, kwargs, dynamic_shapes, trains)
+            copied = replay.copied if replay is not None else copied
         except LeakedValue as leak:
             _log.debug("every layer is traced: %s", leak)
             effects, program = _watched_export(model, args, kwargs, dynamic_shapes, trains)
@@ -118,7 +121,7 @@ def export_model(
             program = _export(model, args, kwargs, dynamic_shapes, strict=True)
         if isinstance(program, CaptureError):
             raise _at_data(effects, program) from program
-        return program, effects
+        return program, effects, copied
 
 
 def _export(

@@ -186,12 +186,14 @@ class LayerReplay:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.replayed = 0
+        self.copied: dict[str, str] = {}
+        """The paths of replayed layers, and of those that they were copied from."""
         self._groups: dict[nn.Module, _Group] = {}
         self._used: dict[_Trace, None] = {}
         self._recorder = InstructionRecorder()
-        paths = [module for _, module in model.named_modules(remove_duplicate=False)]
-        if len(set(paths)) < len(paths):
+        named = list(model.named_modules(remove_duplicate=False))
+        self._paths = {module: path for path, module in named}
+        if len(self._paths) < len(named):
             return  # torch.export follows the paths of shared modules by proxies that call `forward` of the class
         for layers in repeated_layers(model):
             self._groups |= dict.fromkeys(layers, _Group())
@@ -230,7 +232,7 @@ class LayerReplay:
             _log.debug("a %s is traced: %s", type(layer).__name__, reason)
             return forward(*args, **kwargs)
         if template is not None:
-            self.replayed += 1
+            self.copied[self._paths[layer]] = self._paths[template.layer]
             self._used[template] = None
             self._recorder.add(template.reads.executed)
             with paused(active_recorders()):
@@ -276,6 +278,7 @@ class _Call:
         self.values = [*self.tensors, *weights_of(layer)]
         if not self.values:
             raise Unrepeatable("no tensor is traced")
+        self._refuse_weight_attributes()
         self.inputs = self._nodes_of(self.values)
         self._require_gradients = [value.requires_grad for value in self.values]
         storages = [storage_key(value) for value in self.values]
@@ -295,6 +298,10 @@ class _Call:
         for i, value in enumerate(self.values):
             self._operands.setdefault(id(value), i)
         self._last: Node = tracer.graph._root._prev
+
+    def _refuse_weight_attributes(self) -> None:
+        if any(has_attributes(weight) for weight in weights_of(self.layer)):
+            raise Unrepeatable("a weight has attributes that the model has set while it is traced")
 
     def begin(self) -> None:
         """Remember how often modules were called before the call is traced."""
@@ -328,6 +335,7 @@ class _Call:
             raise Unrepeatable("it assigns a weight, or changes sizes, strides or gradients of an argument")
         if [value.requires_grad for value in values] != self._require_gradients:
             raise Unrepeatable("it writes values with gradients into a buffer without")
+        self._refuse_weight_attributes()
         pairs = enumerate(zip(self.inputs, self._nodes_of(values), strict=True))
         updates = {i: after for i, (before, after) in pairs if after is not before}
         nodes = tuple(self._new_nodes())
@@ -345,7 +353,15 @@ class _Call:
         if len(calls) < len(called):
             raise Unrepeatable("it calls modules outside of it")
         depth = len(self.tracer.module_stack)
-        facts = reads.facts(self.layer, self.describe_traced)
+        held = {id(container) for container in _containers((args, kwargs))}
+
+        def described(value: Any) -> str | None:
+            held.add(id(value))
+            return self.describe_traced(value)
+
+        facts = reads.facts(self.layer, described)
+        if not held.isdisjoint(map(id, _containers(result))):
+            raise Unrepeatable("it returns a list, dict or other container that is held elsewhere")
         return _Trace(
             self.layer,
             self.path,
@@ -465,6 +481,18 @@ class _ValueCopies:
                 return torch.empty(count, dtype=value.dtype, device=value.device)
         with no_dispatch(), no_python_dispatcher():
             return torch.empty(count, dtype=value.dtype, device="meta")
+
+
+def _containers(value: Any) -> list[Any]:
+    """Return the containers in a nested value that can be changed."""
+    nodes: list[Any] = []
+
+    def visit(node: Any) -> bool:
+        nodes.append(node)
+        return False
+
+    pytree.tree_leaves(value, is_leaf=visit)
+    return [n for n in nodes if type(n) in pytree.SUPPORTED_NODES and not isinstance(n, tuple)]
 
 
 def _tracer() -> Any:

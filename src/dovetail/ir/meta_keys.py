@@ -22,6 +22,9 @@ DRAWS_IN_PLACE = "dovetail.draws_in_place"
 `frontend.mutation_fixups` alone, and removed from captured graphs."""
 DERIVED = "dovetail.derived"
 """The `gm.meta` key of buffers that were computed from weights, `Derivation`s. Written by `passes.fold_constants` alone."""
+REPLAYED = "dovetail.replayed"
+"""The `gm.meta` key of the layers that were copied, by path: the path of the layer that was traced. Written by
+`frontend.capture` alone, and removed once the graph is compared with the model."""
 DIM_NAMES = "dovetail.dim_names"
 """The `gm.meta` key of the names of sizes given as `torch.export.Dim`, by input and dimension as in "x:0". Written by
 `frontend.capture` alone."""
