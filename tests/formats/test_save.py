@@ -312,3 +312,13 @@ def test_random_programs(flavour: str) -> None:
         assert difference(expected, observed) == ("", "")
         counts["saved"] += 1
     assert counts["saved"]
+
+
+def test_a_capture_that_was_compared_with_its_model(tmp_path: Path) -> None:
+    """Digests of what the model ran are not part of a file, which is for graphs without their model."""
+    model, x = torch.nn.Linear(4, 4).eval(), torch.randn(2, 4)
+    gm = dovetail.capture(model, (x,), check_capture=True)
+    dovetail.save(gm, tmp_path / "compared.pt2")
+    loaded = dovetail.load(tmp_path / "compared.pt2")
+    assert torch.equal(loaded(x), model(x))
+    assert "dovetail.operators" not in loaded.meta

@@ -513,3 +513,43 @@ def test_a_stored_graph_is_not_used_without_the_comparison(
     fake = FakeTensorMode(allow_non_fake_inputs=True).from_tensor(args[0])
     assert captured(store, model, (fake,), monkeypatch, compares=True)[1]
     assert captured(store, model, (fake,), monkeypatch, compares=True)[1]
+
+
+GATED = """
+FACTOR = {factor}
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin, self.gate = nn.Linear(4, 4), nn.Parameter(torch.zeros(4))
+    def forward(self, x):
+        return x + self.gate * {branch}
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"branch": "self.lin(x) * FACTOR", "factor": 2.0}, {"factor": 3.0}),
+        ({"branch": "self.lin(x).softmax(FACTOR)", "factor": 0}, {"factor": 1}),
+        ({"branch": "self.lin(x)", "factor": 0}, {"branch": "self.lin(x).detach()"}),
+        ({"branch": "torch.tanh(self.lin(x))", "factor": 0}, {"branch": "torch.sigmoid(self.lin(x))"}),
+    ],
+)
+def test_a_branch_whose_gate_is_zero_is_compared_by_its_operators(
+    first: dict[str, Any], second: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is recorded does not differ here, nor do the results."""
+    monkeypatch.setattr(TraceRecord, "current", lambda self, *_, **__: self.facts)
+    store, args = Memory(), (torch.randn(2, 4),)
+
+    def is_traced(values: dict[str, Any]) -> bool:
+        model = module_of(GATED.format(**values), tmp_path).Model().eval()
+        graph, traced, _ = captured(store, model, args, monkeypatch, compares=True)
+        with torch.no_grad():
+            model.gate.add_(1.0)
+        torch.testing.assert_close(graph(*args), model(*args), rtol=0, atol=0)
+        return traced
+
+    assert is_traced(first)
+    assert not is_traced(first)
+    assert is_traced(first | second)

@@ -17,8 +17,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from dovetail.errors import CaptureMismatch
 from dovetail.frontend import model_copy, side_effects
 from dovetail.frontend.calling_convention import convention_of
-from dovetail.frontend.layer_operators import LayerOperators
+from dovetail.frontend.operator_recorder import OperatorRecorder
 from dovetail.frontend.tensor_effects import generators_of
+from dovetail.ir.meta_keys import OPERATORS
 from dovetail.ir.process_state import preserve_rng_state
 
 _log = logging.getLogger(__name__)
@@ -45,24 +46,29 @@ def check_against_model(
     """Raise CaptureMismatch unless the graph does what the model does on these inputs; return whether that was compared.
 
     Results, inputs and buffers afterwards, and the random streams are compared, and the operators of `replayed` layers with
-    those of the layers that they were copied from; gradients are not. Two forwards are run from the same state, and
+    those of the layers that they were copied from; gradients are not. The operators of the model are compared with those of
+    the first comparison, in another process, of a graph that was stored. Two forwards are run from the same state, and
     two more to find the module where they differ. Nothing is compared on inputs without data, or if the model itself
     cannot be run or is not deterministic.
     """
     if not has_data((args, dict(kwargs)), graph):
         return False
     trial = _ModelTrial(model, graph, args, dict(kwargs))
-    operators = None
-    if replayed:
-        operators = LayerOperators(trial.state, list(dict.fromkeys([*replayed, *replayed.values()])))
+    recorder = OperatorRecorder(
+        trial.state, list(dict.fromkeys([*replayed, *replayed.values()])), static=_has_static_sizes(graph)
+    )
     try:
-        with operators.active() if operators is not None else contextlib.nullcontext():
+        with recorder.active():
             expected = trial.run(model)
     except Exception as error:
         _log.debug("the model cannot be run on its example inputs: %s", error)
         return False
-    if operators is not None and (difference := operators.difference(replayed)) is not None:
+    if (difference := recorder.difference(replayed)) is not None:
         raise CaptureMismatch(difference)
+    digests: dict[bool, str] = graph.meta.setdefault(OPERATORS, {})
+    # In inference some modules and functions of torch run other operators.
+    if digests.setdefault(torch.is_grad_enabled(), recorder.digest) != recorder.digest:
+        raise CaptureMismatch("the model runs other operators than when it was traced")
     try:
         actual = trial.run(graph, is_graph=True)
     except Exception as error:
@@ -81,6 +87,12 @@ def has_data(inputs: Any, *modules: Any) -> bool:
     held = [t for m in modules if isinstance(m, nn.Module) for t in (*m.parameters(), *m.buffers())]
     tensors = [leaf for leaf in (*pytree.tree_leaves(inputs), *held) if isinstance(leaf, Tensor)]
     return not any(isinstance(t, FakeTensor) or t.is_meta for t in tensors)
+
+
+def _has_static_sizes(graph: GraphModule) -> bool:
+    values = (node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder"))
+    tensors = (value for value in values if isinstance(value, Tensor))
+    return not any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape)
 
 
 class _ModelTrial:

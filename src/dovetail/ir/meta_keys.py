@@ -25,6 +25,9 @@ DERIVED = "dovetail.derived"
 REPLAYED = "dovetail.replayed"
 """The `gm.meta` key of the layers that were copied, by path: the path of the layer that was traced. Written by
 `frontend.capture` alone, and removed once the graph is compared with the model."""
+OPERATORS = "dovetail.operators"
+"""The `gm.meta` key of digests of the operators that the model ran when the graph was compared with it, by whether gradients
+were enabled. Written by `frontend.check_capture` alone."""
 DIM_NAMES = "dovetail.dim_names"
 """The `gm.meta` key of the names of sizes given as `torch.export.Dim`, by input and dimension as in "x:0". Written by
 `frontend.capture` alone."""

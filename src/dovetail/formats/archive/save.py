@@ -25,7 +25,7 @@ from dovetail.frontend.calling_convention import ModelCodeGen
 from dovetail.fusion.ledger import ledger_of
 from dovetail.ir.canonicalize import CanonicalReport
 from dovetail.ir.graph_module import HOOK_KINDS, Body, GraphOwner, attribute, only_graph, pause_gc
-from dovetail.ir.meta_keys import CANONICAL, DERIVED, LEDGER, LOWERING, OUTLINING, REGION
+from dovetail.ir.meta_keys import CANONICAL, DERIVED, LEDGER, LOWERING, OPERATORS, OUTLINING, REGION
 from dovetail.ir.printer import format_argument
 from dovetail.ir.weight_guard import Derivation
 from dovetail.outlining.inline import inline
@@ -33,7 +33,8 @@ from dovetail.outlining.region import RegionCall, call_of, state_of
 from dovetail.passes.fold_constants import Concatenated
 from dovetail.passes.fold_conv_batch_norm import Folded
 
-_OWN = frozenset({CANONICAL, DERIVED, LEDGER, LOWERING, OUTLINING})
+# A file is for any weights and code, so that what its model ran is no part of it.
+_OWN = frozenset({CANONICAL, DERIVED, LEDGER, LOWERING, OPERATORS, OUTLINING})
 
 
 class GraphEncoder:

@@ -1,15 +1,19 @@
-"""The operators that layers run in a call of their model, to compare a layer that was replayed with the one it was copied from.
+"""The operators that a call of a model runs, recorded to compare replayed layers, and models that a stored graph is used for.
 
 What the code of a layer can read is compared before it is replayed; that comparison cannot see state that C code reads. The
 results of the model cannot stand for it either: a branch that differs may be multiplied by a weight that is zero as yet. Two
 layers whose calls run the same operators in the same order, on corresponding tensors with equal literals, in the same
 gradient mode, have the same graph. Tensors correspond if they are the same argument, weight or earlier result of the layer,
 or the same tensor of elsewhere; they are identified by memory and geometry, as views are new objects in autograd.
+
+Of the whole model only a digest is kept, in which tensors other than weights are their dtypes and shapes: to tell them apart
+they would all have to be kept alive.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,15 +45,27 @@ class _LayerCall:
         self.alive.append(tensor)
 
 
-class LayerOperators(TorchDispatchMode):
-    """Records the operators of the calls of some layers of a model."""
+class OperatorRecorder(TorchDispatchMode):
+    """Records the operators of a call of a model, and those of the calls of some of its layers.
 
-    def __init__(self, model: nn.Module, paths: Sequence[str]) -> None:
+    Integers and shapes do not count for the digest of the model unless sizes are `static`.
+    """
+
+    def __init__(self, model: nn.Module, paths: Sequence[str], *, static: bool) -> None:
         super().__init__()
+        state = (*model.named_parameters(), *model.named_buffers())
+        self._weights = {_identity(tensor): name for name, tensor in state}
+        self._static = static
+        self._digest = hashlib.blake2b(digest_size=16)
         self._layers = {path: model.get_submodule(path) for path in paths}
         self._calls: dict[str, list[_LayerCall]] = {path: [] for path in paths}
         self._open: list[_LayerCall] = []
         self._outer: list[Tensor] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Do not let torch wrap this mode for Dynamo, whose import takes a second: graphs from disk need none of it."""
+        return False
 
     @contextlib.contextmanager
     def active(self) -> Generator[None]:
@@ -77,11 +93,11 @@ class LayerOperators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._open:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            is_graded = torch.is_grad_enabled()
-            for call in self._open:
-                call.operators.append((func, is_graded, spec, [self._label(leaf, call) for leaf in leaves]))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        self._digest.update(repr((str(func), [self._described(leaf) for leaf in leaves])).encode())
+        is_graded = torch.is_grad_enabled()
+        for call in self._open:
+            call.operators.append((func, is_graded, spec, [self._label(leaf, call) for leaf in leaves]))
         result = func(*args, **kwargs)
         for call in self._open:
             for i, leaf in enumerate(pytree.tree_leaves(result)):
@@ -97,6 +113,19 @@ class LayerOperators(TorchDispatchMode):
         if label is None:
             self._outer.append(leaf)
         return ("outer", identity) if label is None else label
+
+    @property
+    def digest(self) -> str:
+        """A hash of the operators of the model so far, of their literals, and of the dtypes and shapes of operands."""
+        return self._digest.hexdigest()
+
+    def _described(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            name = self._weights.get(_identity(leaf))
+            return name or (leaf.dtype, tuple(leaf.shape) if self._static else leaf.dim())
+        if isinstance(leaf, int) and not isinstance(leaf, bool) and not self._static:
+            return int
+        return repr(leaf) if isinstance(leaf, _LITERALS) else type(leaf).__name__
 
     def _hooks(self, path: str) -> tuple[Callable[..., None], Callable[..., None]]:
         def enter(layer: nn.Module, args: Any, kwargs: Any) -> None:

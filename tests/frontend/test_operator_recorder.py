@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import dovetail
-from dovetail.frontend.layer_operators import LayerOperators
 from dovetail.frontend.layer_state import LayerReads
+from dovetail.frontend.operator_recorder import OperatorRecorder
 
 DEPTH = 5
 
@@ -141,7 +141,7 @@ def test_without_the_comparison_the_graph_is_another_one(monkeypatch: pytest.Mon
     def no_difference(*_: Any) -> None:
         return None
 
-    monkeypatch.setattr(LayerOperators, "difference", no_difference)
+    monkeypatch.setattr(OperatorRecorder, "difference", no_difference)
     model, x = Gates(literal), torch.randn(2, 4)
     graph = dovetail.capture(model, (x,), check_capture=True)
     train(model)
