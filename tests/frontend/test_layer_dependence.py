@@ -1,14 +1,17 @@
 """Layers that differ in anything that their code reads, or that change it, are traced: never replayed from one another."""
 
+import argparse
 import collections
+import contextlib
 import contextvars
+import enum
 import functools
 import inspect
 import itertools
 import random
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -298,12 +301,180 @@ def test_layers_that_are_never_replayed(make: Any, replays: Replays, monkeypatch
     assert check(model, (torch.randn(3, 8),), replays, monkeypatch, reset) == 0
 
 
-@pytest.mark.parametrize("make", [NumpyScale, FormatsAttribute, ContextDefault, ReadsAnnotation])
+class Settings(collections.UserDict[str, int]):
+    """A class whose methods are those of the standard library."""
+
+
+class ReadsSettings(Scaled):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.settings = Settings(number=index // 3)
+
+    def scale(self) -> Any:
+        return self.settings["number"]
+
+
+class Arguments(argparse.Namespace):
+    """Another one, whose methods read all attributes."""
+
+
+class SearchesArguments(Scaled):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.arguments = Arguments(**{"is_last": True} if index > 2 else {})
+
+    def scale(self) -> Any:
+        return 2.0 if "_".join(["is", "last"]) in self.arguments else 3.0
+
+
+class Resource:
+    """An object whose attribute is only read by code of the standard library."""
+
+    close: Any = int
+
+
+class Closes(Scaled):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.resource = Resource()
+        self.resource.close = int if index < 3 else float
+
+    def scale(self) -> Any:
+        with contextlib.closing(self.resource):
+            return 2.0
+
+
+class Keys:
+    """A mapping whose keys only Python itself reads."""
+
+    def __init__(self, keys: dict[str, int]) -> None:
+        self.keys = keys.keys
+
+    def __getitem__(self, key: str) -> int:
+        return 1
+
+
+class CopiesMapping(Scaled):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.mapping: Any = Keys(dict.fromkeys("abc" if index < 3 else "ab", 1))
+
+    def scale(self) -> Any:
+        return len({**self.mapping})
+
+
+class ReadsLock(Scaled):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.lock = threading.Lock()
+        if index > 2:
+            self.lock.acquire()
+
+    def scale(self) -> Any:
+        return 2.0 if self.lock.locked() else 3.0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        NumpyScale,
+        FormatsAttribute,
+        ContextDefault,
+        ReadsAnnotation,
+        ReadsSettings,
+        SearchesArguments,
+        Closes,
+        CopiesMapping,
+        ReadsLock,
+    ],
+)
 def test_the_third_of_three_equal_layers(
     make: Any, replays: Replays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The fourth and the fifth have another value.
     assert check(Stack(make).eval(), (torch.randn(3, 8),), replays, monkeypatch, reset) == 1
+
+
+class Passing(Stack):
+    """Calls each layer with a value."""
+
+    def __init__(self, value_of: Callable[[int], Any]) -> None:
+        super().__init__(ReadsArgument)
+        self.value_of = value_of
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, self.value_of(i))
+        return x
+
+
+class ReadsArgument(Layer):
+    def forward(self, x: Tensor, scale: Any = 1.0) -> Any:
+        return super().forward(x) * getattr(scale, "number", 1.0)
+
+
+class Tag(str):
+    """A string with an attribute."""
+
+    number: float
+
+
+class Quiet(float):
+    """A number whose text does not say which."""
+
+    number = property(float)
+
+    def __repr__(self) -> str:
+        return "Quiet"
+
+
+class Kind(enum.Enum):
+    FIRST = 1
+    SECOND = 2
+
+
+def tagged(index: int) -> Tag:
+    tag = Tag("a")
+    tag.number = float(index // 3)
+    return tag
+
+
+def quiet(index: int) -> Quiet:
+    return Quiet(index // 3)
+
+
+@pytest.mark.parametrize(
+    ("value_of", "count"),
+    [
+        (tagged, 0),
+        (quiet, 0),
+        (lambda _: Kind.FIRST, DEPTH - 2),
+        (lambda index: Kind.FIRST if index < 3 else Kind.SECOND, 1),
+    ],
+)
+def test_arguments_of_other_classes(
+    value_of: Any, count: int, replays: Replays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert check(Passing(value_of).eval(), (torch.randn(3, 8),), replays, monkeypatch) == count
+
+
+def numbers() -> Iterator[float]:
+    yield from (1.0, 1.0, 1.0, 4.0, 5.0)
+
+
+class Generates(Scaled):
+    def scale(self) -> Any:
+        return next(STATE["numbers"])
+
+
+def test_the_iterator_of_a_generator(replays: Replays, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Generating(Stack):
+        def forward(self, x: Tensor) -> Any:
+            STATE["numbers"] = numbers()
+            return super().forward(x)
+
+    assert check(Generating(Generates).eval(), (torch.randn(3, 8),), replays, monkeypatch, reset) == 0
 
 
 class Marking(Stack):

@@ -1,7 +1,9 @@
 """A bundle is opened without tracing or compiling, checked, and refused with what differs."""
 
+import contextlib
 import gc
 import json
+import logging
 import subprocess
 import sys
 import zipfile
@@ -15,6 +17,8 @@ from torch import nn
 import dovetail
 from dovetail.frontend import capture as frontend
 from dovetail.lowering import compile_region
+
+_log = logging.getLogger("dovetail_tests.bundle")
 
 
 class Block(nn.Module):
@@ -150,6 +154,39 @@ def test_another_model_is_refused_with_what_differs(tmp_path: Path) -> None:
     (stale,) = fast.diagnostics
     assert stale.kind == "stale"
     assert "does not fit" in stale.message
+
+
+class Settings(nn.Module, contextlib.nullcontext[float]):
+    """A module whose value only code of the standard library reads."""
+
+    def __init__(self, value: float) -> None:
+        nn.Module.__init__(self)
+        self.enter_result = value
+
+
+class Configured(nn.Module):
+    def __init__(self, value: float, level: int) -> None:
+        super().__init__()
+        self.settings = Settings(value)
+        logging.getLogger("dovetail_tests").setLevel(level)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.settings as value:
+            return x * value if _log.isEnabledFor(logging.INFO) else x
+
+
+@pytest.mark.parametrize(("value", "level"), [(3.0, logging.INFO), (2.0, logging.ERROR)])
+def test_a_model_with_other_settings_is_traced(value: float, level: int, tmp_path: Path) -> None:
+    path = tmp_path / "net.bundle"
+    write_bundle(path, tmp_path / "one", model=Configured(2.0, logging.INFO))
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        same = dovetail.compile(Configured(2.0, logging.INFO), (x,), bundle=path, check_capture=False)
+        other = Configured(value, level)
+        fast = dovetail.compile(other, (x,), bundle=path, cache=tmp_path / "two", check_capture=False)
+        torch.testing.assert_close(fast(x), other(x))
+    assert not same.diagnostics
+    assert [diagnostic.kind for diagnostic in fast.diagnostics] == ["stale"]
 
 
 @pytest.mark.parametrize(

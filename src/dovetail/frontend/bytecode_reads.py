@@ -185,7 +185,7 @@ def names_read(codes: Iterable[types.CodeType], executed: Executed | None = None
 
     Where `executed` has the instructions of code, code that is nested in it counts only if it is among `codes`.
     """
-    names: set[str] = set()
+    names = set(_READ_IN_C)
     everything = False
     waiting = list(codes)
     while waiting:
@@ -193,10 +193,7 @@ def names_read(codes: Iterable[types.CodeType], executed: Executed | None = None
         offsets = executed.get(code) if executed is not None else None
         if offsets is None:
             waiting += [c for c in code.co_consts if isinstance(c, types.CodeType)]
-        used, strings = _names_and_strings(code, offsets)
-        # Code that ran was found by its name, also where torch's own code did that.
-        names.update(used, strings, [code.co_name])
-        names.update(part for string in strings for part in names_in(string))
+        names |= _names_of(code, offsets)
         everything = everything or (not is_release(code.co_filename) and reads_by_value(code, offsets))
     return ReadNames(frozenset(names), everything)
 
@@ -209,14 +206,28 @@ def names_in(string: str) -> Iterable[str]:
 
 
 _NAME = re.compile(r"\w+")
-_READ_ALL = frozenset(["vars", "dir", "getmembers", "getmembers_static", "__reduce_ex__", "__getstate__"])
+_READ_IN_C = ("keys", "items")
+"""The names by which Python itself reads attributes, to copy a mapping."""
+_READ_ALL = frozenset(
+    [
+        "vars",
+        "dir",
+        "getmembers",
+        "getmembers_static",
+        "__reduce_ex__",
+        "__getstate__",
+        "vformat",
+        "get_field",
+    ]
+)
 _READ_ONE = frozenset(
-    ["getattr", "hasattr", "getattr_static", "__getattribute__", "attrgetter", "methodcaller"]
+    ["getattr", "hasattr", "getattr_static", "__getattr__", "__getattribute__", "attrgetter", "methodcaller"]
 )
 _WRITE_ONE = frozenset(["setattr", "delattr", "__setattr__", "__delattr__"])
 _OF_OBJECT = frozenset(["getattr", "hasattr", "getattr_static", "setattr", "delattr"])
 """Functions that get an object, then the name of an attribute."""
-_COMPOSING = frozenset(name for name in dir(str) if not name.startswith("__"))
+_FORMATS = frozenset(["format", "format_map"])
+"""Methods of strings, which read the attributes that the string names."""
 _ACCESSORS = ("__getattr__", "__getattribute__", "__setattr__", "__delattr__")
 
 
@@ -228,7 +239,7 @@ def reads_by_value(code: types.CodeType, offsets: frozenset[int] | None = None) 
     """
     used = {*code.co_names, *(c for c in code.co_consts if c == "__dict__")}
     by_name = _READ_ONE if offsets is None else _READ_ONE | _WRITE_ONE
-    is_named = bool(used & (_READ_ALL | by_name | {"__dict__"}))
+    is_named = bool(used & (_READ_ALL | _FORMATS | by_name | {"__dict__"}))
     if not is_named and "MATCH_CLASS" not in _opnames(code):
         return False
     instructions, positions = _instructions(code), _positions(code, offsets)
@@ -242,6 +253,9 @@ def reads_by_value(code: types.CodeType, offsets: frozenset[int] | None = None) 
         if instruction.opcode not in dis.hasname:
             continue
         if instruction.argval in _READ_ALL:
+            return True
+        is_method = instruction.opname in _ATTRIBUTE_READS and instruction.argval in _FORMATS
+        if is_method and instructions[at - 1].opname != "LOAD_CONST":
             return True
         if instruction.argval in by_name and not _has_constant_name(code, instructions, at):
             return True
@@ -272,13 +286,44 @@ def _has_constant_name(code: types.CodeType, instructions: list[dis.Instruction]
         argument = _argument(instructions, at, 1)  # a method of a class, called with the object itself
     if argument is None:
         return False
-    if argument.opname == "LOAD_CONST":
-        return True
-    if code.co_name not in _ACCESSORS or not argument.opname.startswith("LOAD_FAST"):
+    return argument.opname == "LOAD_CONST" or _is_accessed_name(code, instructions, argument)
+
+
+def _is_accessed_name(
+    code: types.CodeType, instructions: list[dis.Instruction], argument: dis.Instruction
+) -> bool:
+    """Return whether a method that gives attributes on access loads the name it was called with.
+
+    That may have been replaced by what a table has for it, whose values are followed like others.
+    """
+    if code.co_name not in _ACCESSORS or not code.co_argcount or not _accesses(argument, "LOAD_FAST"):
         return False
-    is_changed = any(i.opname == "STORE_FAST" and i.argval == argument.argval for i in instructions)
-    composes = any(i.opname.startswith(("BUILD_STRING", "BINARY_OP", "FORMAT_")) for i in instructions)
-    return not is_changed or not (composes or _COMPOSING & set(code.co_names))
+    name = code.co_varnames[min(1, code.co_argcount - 1)]
+    if argument.argval != name:
+        return False
+    stores = [at for at, i in enumerate(instructions) if _accesses(i, "STORE_FAST", name)]
+    if not stores:
+        return True
+    # A table that this code computes, or gets from other code, may have any values.
+    if any(i.opname.startswith("BUILD_") for i in instructions):
+        return False
+    calls = sum(i.opname.startswith("CALL") for i in instructions)
+    with_super = any(i.opname.startswith("LOAD_SUPER") for i in instructions)
+    callees = _ACCESSORS if with_super else (*_ACCESSORS, "super")
+    if calls > sum(i.opcode in dis.hasname and i.argval in callees for i in instructions):
+        return False
+    return all(
+        instructions[at].opname == "STORE_FAST"
+        and instructions[at - 1].opname == "BINARY_SUBSCR"
+        and _accesses(instructions[at - 2], "LOAD_FAST", name)
+        for at in stores
+    )
+
+
+def _accesses(instruction: dis.Instruction, opname: str, variable: str = "") -> bool:
+    """Return whether an instruction loads or stores a local variable, perhaps together with another one."""
+    variables = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+    return instruction.opname.startswith(opname) and (not variable or variable in variables)
 
 
 def _argument(instructions: list[dis.Instruction], at: int, number: int) -> dis.Instruction | None:
@@ -301,20 +346,20 @@ def _argument(instructions: list[dis.Instruction], at: int, number: int) -> dis.
 
 
 @functools.lru_cache(maxsize=16384)
-def _names_and_strings(
-    code: types.CodeType, offsets: frozenset[int] | None
-) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names that code uses, and the strings among its constants."""
+def _names_of(code: types.CodeType, offsets: frozenset[int] | None) -> frozenset[str]:
+    """Return the names that code uses, and those that the strings among its constants may be."""
     if offsets is None:
-        strings = (c for c in _flat_constants(code.co_consts) if isinstance(c, str))
-        return frozenset(code.co_names), frozenset(strings)
-    instructions, positions = _instructions(code), _positions(code, offsets)
-    used = [i for at, i in enumerate(instructions) if positions is None or at in positions]
-    constants = _flat_constants(i.argval for i in used if i.opcode in dis.hasconst)
-    return (
-        frozenset(i.argval for i in used if i.opcode in dis.hasname),
-        frozenset(c for c in constants if isinstance(c, str)),
-    )
+        names: set[str] = set(code.co_names)
+        constants = code.co_consts
+    else:
+        instructions, positions = _instructions(code), _positions(code, offsets)
+        used = [i for at, i in enumerate(instructions) if positions is None or at in positions]
+        names = {i.argval for i in used if i.opcode in dis.hasname}
+        constants = [i.argval for i in used if i.opcode in dis.hasconst]
+    strings = [c for c in _flat_constants(constants) if isinstance(c, str)]
+    # Code that ran was found by its name, also where torch's own code did that.
+    names.update(strings, (part for string in strings for part in names_in(string)), [code.co_name])
+    return frozenset(names)
 
 
 def _flat_constants(constants: Iterable[Any]) -> Iterator[Any]:

@@ -9,6 +9,7 @@ of the layer, others by their node. If the facts are equal for another layer, it
 
 from __future__ import annotations
 
+import enum
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +26,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from dovetail.frontend.bytecode_reads import code_digest, names_read
-from dovetail.frontend.release_code import is_expanded, is_release, is_release_module
+from dovetail.frontend.release_code import is_expanded, is_own, is_release, is_release_module
 from dovetail.frontend.trace_dependencies import TraceDependencies, require_reached
 from dovetail.frontend.value_state import Undescribable
 from dovetail.ir.graph_module import HOOK_KINDS
@@ -62,7 +63,8 @@ class LayerReads:
         }
         self._own = {code: at for code, at in self.executed.items() if not is_release(code.co_filename)}
         self._digests = frozenset(map(code_digest, self.executed))
-        self._names = names_read(self.executed, self._own)
+        # Code of releases is not followed, but reads attributes of what it is called with.
+        self._names = names_read((code for code in executed if not is_own(code.co_filename)), self._own)
         own_names = names_read(self._own, self._own)
         self._history = min(_HISTORY & own_names.names, default="")
         self._unread_hooks = () if own_names.everything else [k for k in _HOOKS if k not in own_names.names]
@@ -115,8 +117,10 @@ def describe_argument(leaf: Any) -> Any:
         )
     if isinstance(leaf, SymInt):
         return size_key(leaf)
-    if isinstance(leaf, LITERALS):
+    if type(leaf) in LITERALS:
         return type(leaf), repr(leaf)
+    if isinstance(leaf, enum.Enum) and all(name.startswith("_") for name in vars(leaf)):
+        return type(leaf), id(leaf)
     raise Unrepeatable(f"an argument is a {type(leaf).__name__}")
 
 

@@ -86,9 +86,32 @@ _STATEFUL = frozenset(
         "inspect.stack",
         "inspect.trace",
         "inspect.getouterframes",
+        "inspect.getsource",
+        "inspect.getsourcelines",
+        "inspect.findsource",
+        "inspect.getcomments",
+        "typing.get_type_hints",
+        "decimal.getcontext",
+        "decimal.localcontext",
+        "decimal.setcontext",
+        "torch.load",
+        "torch.serialization.load",
+        "torch.jit.load",
+        "torch.jit._serialization.load",
+        "torch.export.load",
+        "torch.hub",
+        "numpy.fromfile",
     ]
 )
-"""Functions of pure modules whose results depend on more than their arguments."""
+"""Functions and modules whose results depend on more than their arguments, though those of the modules around do not."""
+_STATEFUL_BY_NAME = {
+    "argparse.ArgumentParser": ("parse_args", "parse_known_args", "parse_intermixed_args"),
+    "configparser.RawConfigParser": ("read", "read_file"),
+    "configparser.ConfigParser": ("read", "read_file"),
+    "logging.getLogger": ("isEnabledFor", "getEffectiveLevel", "hasHandlers", "level", "handlers", "parent"),
+}
+"""The names by which code reads state of the process through classes and functions that else have none."""
+_WITHOUT_ATTRIBUTES = frozenset(["builtins.object", "abc.ABC", "typing.Generic", "typing.Protocol"])
 _QUERIES_OF_PACKAGES = ("importlib.util", "importlib.metadata")
 
 
@@ -103,6 +126,12 @@ def is_release(filename: str) -> bool:
     if any(name in filename for name in _INSTALLED):
         return any(f"{os.sep}{folder}{os.sep}{name}" in filename for folder in _INSTALLED for name in _PARTS)
     return filename.startswith(_STDLIB)
+
+
+@functools.lru_cache(maxsize=16384)
+def is_own(filename: str) -> bool:
+    """Return whether a file belongs to this package, without its models."""
+    return filename.startswith(_OWN) and not filename.startswith(_ZOO)
 
 
 @functools.lru_cache(maxsize=16384)
@@ -136,9 +165,29 @@ def is_release_module(name: str) -> bool:
     return top in ("torch", "dovetail", "builtins", *_LIBRARIES) or top in sys.stdlib_module_names
 
 
+def is_stateful(module: str, name: str) -> bool:
+    """Return whether what a module has under a name is known to depend on state of the process."""
+    return module in _STATEFUL or f"{module.removeprefix('_')}.{name}" in _STATEFUL
+
+
+def reads_of_state(module: str, name: str) -> tuple[str, ...]:
+    """Return the names by which code reads state of the process through a class or function of a pure module."""
+    return _STATEFUL_BY_NAME.get(f"{module}.{name}", ())
+
+
+def inherits_from_release(kind: type) -> bool:
+    """Return whether methods of a release that are not followed may read attributes of the instances of a class."""
+    return any(
+        is_release_module(base.__module__)
+        and f"{base.__module__}.{base.__qualname__}" not in _WITHOUT_ATTRIBUTES
+        and not base.__module__.startswith("torch.nn.")
+        for base in kind.__mro__
+    )
+
+
 def is_pure(module: str, name: str = "") -> bool:
     """Return whether what a module of a release has under a name depends on nothing but arguments and the release."""
-    if f"{module.removeprefix('_')}.{name}" in _STATEFUL:
+    if is_stateful(module, name):
         return False
     top = module.partition(".")[0]
     return top in ("torch", "dovetail", *_LIBRARIES) or top.lstrip("_") in _PURE_STDLIB

@@ -7,12 +7,14 @@ code names, followed through containers and attributes. The facts are a superset
 attribute that was not read leads to a trace that was not needed.
 
 - Attributes of modules and of configurations of transformers count if entered code has their name as a name or constant;
-  all of them do if it reads attributes by names that it computes. Of all other objects every attribute counts.
+  all of them do if it reads attributes by names that it computes. Of all other objects every attribute counts, and of those
+  that inherit methods of the standard library or of torch outside of `torch.nn`, whose code is not followed.
 - Functions that were reached, and not entered, are described by their code and defaults. Where code may have run without
   being entered (results of caches, code that Dynamo interprets), functions that are called by a name in it count as entered.
 - Weights and buffers of the model are described without their contents, which a graph does not hold; contents of others count.
 - Code of releases (torch, the standard library, sympy) is described by its name, except that names which code of `torch.nn`
-  reads are followed, for users replace them. What is added to classes of releases counts where it is a constant or code.
+  reads are followed, for users replace them. What is added to classes and functions of releases counts where it is a
+  constant, a container or code; so do the decimal context, filters of warnings and levels of loggers where they are read.
 
 What cannot be described raises `Undescribable`, and such a capture is not stored: objects with state in C, modules of the
 standard library that depend on the environment, code that is reached through neither a class nor a name. Not noticed are
@@ -62,10 +64,14 @@ from dovetail.frontend.value_facts import (
     READS_DOC,
     UNREAD,
     ValueFacts,
+)
+from dovetail.frontend.value_state import (
+    BUILTINS,
+    Undescribable,
     annotations_text,
     cell_contents,
+    reported_state,
 )
-from dovetail.frontend.value_state import BUILTINS, Undescribable, reported_state, require_pure
 
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 _REFUSED = frozenset(["__subclasses__", "__globals__", "__builtins__", "f_back", "f_globals", "_getframe"])
@@ -110,8 +116,9 @@ class TraceDependencies(ValueFacts):
         self._namespaces: dict[int, str] = {}
         self._labels: set[str] = set()
         self._assume(interpreted)
-        self._replacements(torch.Tensor)
-        self._replacements(nn.Module)
+        for kind in (torch.Tensor, nn.Parameter, nn.Module):
+            if constants := self._replacements(kind):
+                self.facts[f"torch {kind.__qualname__}"] = constants
         self._add("model", model)
         self._add("inputs", inputs)
         self._describe_waiting()
@@ -149,8 +156,11 @@ class TraceDependencies(ValueFacts):
         if function.__name__ != code.co_name:
             name += f" {function.__name__}"
         if is_release(code.co_filename) and not is_expanded(code.co_filename):
-            require_pure(path, str(function.__globals__.get("__name__")), function.__qualname__)
-            if not is_release_value(function):
+            self._require_pure(path, str(function.__globals__.get("__name__")), function.__qualname__)
+            token = f"function {name}{reported_state(function)}"
+            if is_release_value(function):
+                token += self._additions(path, function)
+            else:
                 # A decorator, as that of `torch.no_grad`, around code of the user.
                 self._cells(path, function)
                 self._add_parts(path, function, "__defaults__", "__kwdefaults__")
@@ -159,7 +169,7 @@ class TraceDependencies(ValueFacts):
                         attribute == "_clear_cache" and _is_dispatcher(function)
                     ):
                         self._add(f"{path}.{attribute}", value)
-            return f"function {name}{reported_state(function)}"
+            return token
         self.reached.add(code_digest(code))
         if is_query_of_packages(code.co_filename):
             self.facts[_PACKAGES] = installed_packages()
@@ -181,7 +191,8 @@ class TraceDependencies(ValueFacts):
             for attribute, value in vars(function).items():
                 if attribute not in UNREAD:
                     self._add(f"{path}.{attribute}", value)
-        return f"function {name} {code_digest(code)}"
+            return f"function {name} {code_digest(code)}"
+        return f"function {name} {code_digest(code)}{self._additions(path, function)}"
 
     def _expand(self, path: str, function: types.FunctionType) -> None:
         """Queue what a function reads that was entered, or may have been."""
@@ -243,7 +254,7 @@ class TraceDependencies(ValueFacts):
                         # How it is called decides what it reads.
                         continue
                     if not of_release:
-                        require_pure(f"{path} calls {name}(), which", "builtins", name)
+                        self._require_pure(f"{path} calls {name}(), which", "builtins", name)
                 else:
                     value = "undefined"
                 self._resolve(place, value, chain, of_release)
@@ -283,7 +294,7 @@ class TraceDependencies(ValueFacts):
                 self.facts[place] = f"query {owner}.{attribute}"
                 return
             if not is_module or not queries_packages(owner):
-                require_pure(place, owner, "" if is_module else attribute)
+                self._require_pure(place, owner, "" if is_module else attribute)
         if not of_release:
             self._add_registry(place, value)
         elif (

@@ -23,17 +23,30 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.frontend.bytecode_reads import ReadNames, code_digest, names_in
-from dovetail.frontend.release_code import is_expanded, is_release, is_release_module, is_release_value
+from dovetail.frontend.release_code import (
+    inherits_from_release,
+    is_expanded,
+    is_release,
+    is_release_module,
+    is_release_value,
+    name_of,
+    reads_of_state,
+)
 from dovetail.frontend.value_state import (
     BUILTINS,
+    CODE_WRAPPERS,
     CONTAINERS,
     SCALARS,
     TORCH_SCALARS,
     Undescribable,
+    annotations_text,
     attributes,
+    cell_contents,
     content_digest,
-    digest,
+    function_of,
+    is_settable,
     order_text,
+    process_state,
     registered_classes,
     reported_state,
     require_pure,
@@ -68,7 +81,9 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 READS_DOC = frozenset(["__doc__", "getdoc"])
 """The names by which code reads the documentation of a class or function."""
 _HOOKS = frozenset(n for n, v in vars(nn.Module()).items() if type(v) is collections.OrderedDict)
-_CODE_WRAPPERS = (staticmethod, classmethod)
+_EXTENDED = (nn.Module, Tensor)
+"""Classes of torch that users extend."""
+_OF_EVERY_LOGGER = frozenset([*vars(logging.getLogger("dovetail")), "_cache"])
 _LRU_CACHE = type(functools.lru_cache(bool))
 READERS: tuple[Any, ...] = (getattr, hasattr, vars, dir, object.__getattribute__)
 _CLASS_INTERNALS = frozenset(
@@ -86,6 +101,7 @@ _CLASS_INTERNALS = frozenset(
         "__orig_bases__",
         "__parameters__",
         "__static_attributes__",
+        "__slotnames__",
         "__firstlineno__",
         "__annotations_cache__",
         "__required_keys__",
@@ -224,7 +240,7 @@ class ValueFacts(abc.ABC):
             # While layers are compared, what was executed is known by instruction.
             result = self._describe_traced is not None and not is_release_module(kind.__module__)
             result |= any(base is nn.Module or _is_configuration(base) for base in kind.__mro__)
-            self._filtered[kind] = result
+            self._filtered[kind] = result = result and not inherits_from_release(kind)
         return result
 
     def _add_names(self, names: Iterable[str]) -> None:
@@ -321,7 +337,7 @@ class ValueFacts(abc.ABC):
             name += f" {kind.__name__}"
         self._add_names([str(kind)])
         if is_release_value(kind):
-            require_pure(path, kind.__module__, kind.__qualname__)
+            self._require_pure(path, kind.__module__, kind.__qualname__)
             if kind.__module__ in ("operator", "_operator"):
                 self._read_everything()
             if issubclass(kind, nn.Module):
@@ -350,12 +366,18 @@ class ValueFacts(abc.ABC):
         path = path or f"torch {kind.__qualname__}"
         constants: list[str] = []
         for name, value in list(vars(kind).items()):
-            function = _function_of(value)
+            function = function_of(value)
             if isinstance(function, types.FunctionType):
                 # Names that code of `torch.nn` reads are followed.
                 filename = function.__code__.co_filename
                 if not is_release(filename) or (is_expanded(filename) and kind is not nn.Module):
                     self._add(f"{path}.{name}", function)
+                elif function.__name__ != name:
+                    constants.append(f"{name}: {name_of(function)}")
+            elif isinstance(function, BUILTINS):
+                owner = getattr(function, "__objclass__", None)
+                if function.__name__ != name or owner not in kind.__mro__:
+                    constants.append(f"{name}: {name_of(function)}")
             elif type(value) in SCALARS:
                 if name not in UNREAD and name not in (
                     "__doc__",
@@ -364,19 +386,39 @@ class ValueFacts(abc.ABC):
                     "__hash__",
                 ):
                     constants.append(f"{name}: {scalar_text(value)}")
-            elif issubclass(kind, nn.Module) and type(value) in (list, tuple, dict):
-                if name not in _CLASS_INTERNALS:
-                    self._add(f"{path}.{name}", value)
-            elif not is_release_module(type(value).__module__) or type(value) is functools.partial:
+            elif type(value) in CONTAINERS and name.startswith("_") and not issubclass(kind, _EXTENDED):
+                continue  # caches and tables of the release
+            elif name not in _CLASS_INTERNALS and is_settable(value):
                 self._add(f"{path}.{name}", value)
         return order_text(constants) if constants else ""
+
+    def _additions(self, path: str, function: types.FunctionType) -> str:
+        """Queue what was set on a function of a release; return the constants among its defaults."""
+        for name, value in vars(function).items():
+            if not name.startswith("__") and name not in UNREAD and is_settable(value):
+                self._add(f"{path}.{name}", value)
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        constants = [scalar_text(value) for value in defaults if type(value) in SCALARS]
+        return f" {order_text(constants)}" if constants else ""
+
+    def _require_pure(self, path: str, module: str, name: str) -> None:
+        """Raise Undescribable if what a release has under a name depends on unknown state; describe the state that is known."""
+        require_pure(path, module, name)
+        for attribute in reads_of_state(module, name):
+            if attribute in self._names:
+                raise Undescribable(f"{path} ({module}.{name}) may be read by {attribute}")
+        self._process_state(module)
+
+    def _process_state(self, module: str) -> None:
+        if state := process_state(module, self._names):
+            self.facts[f"state of {module}"] = state
 
     def _python_module(self, path: str, module: types.ModuleType) -> str:
         """Describe a module that is a value."""
         name = module.__name__
         is_of_release = is_release_module(name)
         if is_of_release:
-            require_pure(path, name, "")
+            self._require_pure(path, name, "")
         for key, value in list(vars(module).items()):
             if not is_of_release:
                 if key not in _MODULE_INTERNALS:
@@ -397,17 +439,21 @@ class ValueFacts(abc.ABC):
         if isinstance(value, types.MethodType):
             self._add_parts(path, value, "__func__", "__self__")
             return "method"
-        if isinstance(value, _CODE_WRAPPERS):
+        if isinstance(value, CODE_WRAPPERS):
             self._add(f"{path}.__func__", cast("Any", value).__func__)
+            self._subclass(path, value, *CODE_WRAPPERS)
             return type(value).__name__
         if isinstance(value, property):
-            self._add_parts(path, value, "fget", "fset", "fdel", "__class__")
+            self._add_parts(path, value, "fget", "fset", "fdel")
+            self._subclass(path, value, property)
             return "property"
         if isinstance(value, functools.cached_property):
             self._add_parts(path, value, "func", "attrname")
+            self._subclass(path, value, functools.cached_property)
             return "cached_property"
         if isinstance(value, (functools.partial, functools.partialmethod)):
             self._add_parts(path, value, "func", "args", "keywords", "__dict__")
+            self._subclass(path, value, functools.partial, functools.partialmethod)
             return type(value).__name__
         if isinstance(value, _LRU_CACHE):
             self._cached(path, value)
@@ -424,7 +470,7 @@ class ValueFacts(abc.ABC):
         of_class: Any = owner if isinstance(owner, type) else getattr(value, "__objclass__", None)
         module = getattr(value, "__module__", None) or getattr(of_class, "__module__", None) or ""
         name = str(getattr(value, "__qualname__", value))
-        require_pure(path, module, name)
+        self._require_pure(path, module, name)
         if any(value is reader for reader in READERS):
             self._read_everything()
         state = reported_state(value) if isinstance(value, types.BuiltinFunctionType) else ""
@@ -472,7 +518,13 @@ class ValueFacts(abc.ABC):
                 self._state(path, value)
             return f"{name}.{value.name}"
         if isinstance(value, logging.Logger):
-            return f"logger {value.name} {value.level}"
+            for attribute, part in attributes(value).items():
+                if attribute not in _OF_EVERY_LOGGER:
+                    self._add(f"{path}.{attribute}", part)
+            if kind not in (logging.Logger, logging.RootLogger):
+                self._add(f"{path}.__class__", kind)
+            level, disabled = value.getEffectiveLevel(), (value.disabled, value.manager.disable)
+            return f"logger {value.name} {value.level} {level} {disabled} {len(value.handlers)}"
         if isinstance(value, contextvars.ContextVar):
             unset = object()
             is_set = value.get(unset) is not unset
@@ -481,9 +533,7 @@ class ValueFacts(abc.ABC):
             return f"{name} {value.name} {is_set}"
         if isinstance(value, weakref.ref):
             self._add(f"{path}()", cast("Any", value)())
-            for attribute, part in attributes(value).items():
-                if attribute != "__callback__":
-                    self._add(f"{path}.{attribute}", part)
+            self._subclass(path, value, weakref.ref)
             return name
         if isinstance(value, re.Pattern):
             return f"{name} {cast('Any', value).pattern!r} {value.flags}"
@@ -492,12 +542,22 @@ class ValueFacts(abc.ABC):
             return name
         return f"{name} {self._state(path, value)}"
 
+    def _subclass(self, path: str, value: Any, *described: type) -> None:
+        """Queue the class of an object and its attributes, if it is none of the classes that are described by their kind."""
+        if type(value) not in described:
+            self._add(f"{path}.__class__", type(value))
+            for name, part in attributes(value).items():
+                if not hasattr(described[0], name):
+                    self._add(f"{path}.{name}", part)
+
     def _state(self, path: str, value: Any) -> str:
         """Queue the class of an object and its attributes; return the rest of its state."""
         kind = type(value)
         text, parts = state_in_c(path, value)
         if not (is_release_value(kind) and (parts or kind.__module__ in _STATE_IS_KNOWN)):
             self._add(f"{path}.__class__", kind)
+        else:
+            self._process_state(kind.__module__)
         for name, part in parts:
             self._add(f"{path}.({name})", part)
         own = attributes(value)
@@ -527,29 +587,6 @@ _STATE_IS_KNOWN = frozenset(["_thread", "threading", "datetime", "torch.jit", "b
 """Modules whose classes have methods that depend on the process, and instances with state that does not."""
 
 
-def annotations_text(path: str, annotations: Any) -> str:
-    """Return what describes annotations, "" without any."""
-    text = repr(annotations)
-    if " at 0x" in text:
-        raise Undescribable(f"{path} has annotations whose text is another one in every process")
-    return digest(text) if annotations else ""
-
-
-def _function_of(value: Any) -> Any:
-    """Return the function behind a decorator of Python's own."""
-    if isinstance(value, property):
-        return value.fget
-    return cast("Any", value).__func__ if isinstance(value, _CODE_WRAPPERS) else value
-
-
 def _is_configuration(kind: type) -> bool:
     names = ("PreTrainedConfig", "PretrainedConfig", "GenerationConfig")
     return kind.__name__ in names and kind.__module__.startswith("transformers.")
-
-
-def cell_contents(cell: Any) -> Any:
-    """Return the value of a variable of a closure."""
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return "undefined"

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import decimal
 import enum
+import functools
 import hashlib
 import importlib
 import inspect
@@ -16,12 +18,13 @@ import threading
 import types
 import warnings
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from dovetail.frontend.release_code import is_pure, is_release_module
+from dovetail.frontend.release_code import is_pure, is_release, is_release_module, is_stateful
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented))
 TORCH_SCALARS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -44,9 +47,12 @@ CONTAINERS = (
     collections.defaultdict,
     collections.deque,
 )
+CODE_WRAPPERS = (staticmethod, classmethod)
+_SETTABLE = (*SCALARS, *CONTAINERS, Tensor, types.SimpleNamespace, functools.partial, functools.partialmethod)
 _NUMBERS = (int, float, complex, str, bytes)
 _MAX_CONSTANT_BYTES = 1 << 20
-_OPAQUE = frozenset({"_thread.lock", "_thread.RLock", "torch._C.Generator", "builtins.object"})
+_OPAQUE = frozenset({"torch._C.Generator", "builtins.object"})
+_LOCKS = frozenset({"_thread.lock", "_thread.RLock"})
 _TEXT_ONLY = frozenset(
     {
         "torch.finfo",
@@ -155,6 +161,9 @@ def state_in_c(path: str, value: Any) -> tuple[str, list[tuple[str, Any]]]:
     layout = layout_in_c(kind)
     if layout is None or name in _OPAQUE:
         return "", []
+    if name in _LOCKS:
+        is_owned = name == "_thread.RLock" and value._is_owned()
+        return f"{repr(value).partition(' ')[0]}{' by this thread' if is_owned else ''}>", []
     if layout in _NUMBERS:
         return cast("Any", layout).__repr__(value), []
     if name in _TEXT_ONLY:
@@ -174,7 +183,9 @@ def state_in_c(path: str, value: Any) -> tuple[str, list[tuple[str, Any]]]:
         frame = cast("Any", value).gi_frame
         if frame is None:
             return "ended", []
-        return str(frame.f_lasti), [("code", value.gi_code), *frame.f_locals.items()]
+        if inspect.getgeneratorstate(value) != inspect.GEN_CREATED:
+            raise Undescribable(f"{path} is a suspended generator, whose iterators are not known")
+        return "created", [("code", value.gi_code), *frame.f_locals.items()]
     if layout.__module__.partition(".")[0].lstrip("_") in _WITH_REDUCE and _is_reduced_in_c(kind):
         try:
             return "", [("__reduce__", value.__reduce_ex__(4))]
@@ -244,5 +255,61 @@ def reported_state(function: Any) -> str:
 
 def require_pure(path: str, module: str, name: str) -> None:
     """Raise Undescribable if what a module of a release has under a name may differ in every process."""
-    if is_release_module(module) and not is_pure(module, name):
+    if (is_release_module(module) or is_stateful(module, name)) and not is_pure(module, name):
         raise Undescribable(f"{path} ({module}.{name}) may have another value in every process")
+
+
+def process_state(module: str, names: AbstractSet[str]) -> str:
+    """Return the state of the process on which code of a pure module depends, for code that has names; "" for most modules."""
+    top = module.lstrip("_")
+    if top in ("decimal", "pydecimal"):
+        # Its flags are results, which only `getcontext` gives.
+        context = decimal.getcontext()
+        traps = sorted(signal.__name__ for signal, is_set in context.traps.items() if is_set)
+        return f"{context.prec} {context.rounding} {context.Emin} {context.Emax} {context.capitals} {context.clamp} {traps}"
+    if top != "warnings":
+        return ""
+    # Who does not record warnings notices only those that are raised.
+    filters: list[str] = []
+    end = 0
+    for action, message, category, source, line in cast("list[tuple[Any, ...]]", warnings.filters):
+        patterns = [getattr(pattern, "pattern", pattern) for pattern in (message, source)]
+        filters.append(f"{action} {patterns} {category.__module__}.{category.__qualname__} {line}")
+        if action == "error" or "catch_warnings" in names:
+            end = len(filters)
+        if (message, category, source, line) == (None, Warning, None, 0):
+            break  # no other filter is asked
+    return order_text(filters[:end])
+
+
+def annotations_text(path: str, annotations: Any) -> str:
+    """Return what describes annotations, "" without any."""
+    text = repr(annotations)
+    if " at 0x" in text:
+        raise Undescribable(f"{path} has annotations whose text is another one in every process")
+    return digest(text) if annotations else ""
+
+
+def is_settable(value: Any) -> bool:
+    """Return whether a value of a class or function of a release may be one that users have set."""
+    function = function_of(value)
+    if isinstance(function, types.FunctionType):
+        return not is_release(function.__code__.co_filename)
+    if isinstance(value, type):
+        return not is_release_module(value.__module__)
+    return isinstance(value, _SETTABLE) or not is_release_module(type(value).__module__)
+
+
+def function_of(value: Any) -> Any:
+    """Return the function behind a decorator of Python's own."""
+    if isinstance(value, property):
+        return value.fget
+    return cast("Any", value).__func__ if isinstance(value, CODE_WRAPPERS) else value
+
+
+def cell_contents(cell: Any) -> Any:
+    """Return the value of a variable of a closure."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return "undefined"
