@@ -111,6 +111,8 @@ def test_solutions_run_the_regions_of_their_definitions(llama: Any, tmp_path: Pa
         (lambda code: code.replace("return", "return 0,"), "trial", "returned 2 results where the region has 1"),
         (lambda code: code.replace("return", "x.zero_(); return"), "trial", "it wrote operand 0"),
         (lambda code: "import dovetail_is_not_this\n" + code, "compile", "No module named"),
+        (lambda code: "raise SystemExit(3)\n" + code, "compile", "ends the process (SystemExit: 3)"),
+        (lambda code: code.replace("return", "raise SystemExit; return"), "trial", "ends the process"),
         (lambda code: code.replace("def run(", "def other("), "compile", "has no function 'run' in 'main.py'"),
         (lambda code: code.replace("weight)", "weight, more)", 1), "trial", "missing 1 required positional"),
     ],
@@ -140,6 +142,9 @@ def test_a_bound_admits_less_exact_code(llama: Any, tmp_path: Path) -> None:
     document = solution(definition(llama, "rms_norm", tmp_path), sources)
     assert used(lowered(llama, tmp_path, document, bound=0.01)) == {"rms_norm"}
     assert not used(lowered(llama, tmp_path, document, bound=0.0001))
+    for bound in (float("inf"), float("nan"), 0.0):
+        with pytest.raises(dovetail.InvalidArgument, match="bound is a finite positive number or None"):
+            dovetail.solution_backend(tmp_path / "solutions", bound=bound)
 
 
 def test_what_this_process_cannot_run_is_declined(llama: Any, tmp_path: Path) -> None:

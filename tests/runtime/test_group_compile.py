@@ -235,3 +235,13 @@ def test_a_store_that_is_gone_leaves_ranks_their_own_arguments(tmp_path: Path) -
         assert set(backends_of(fast)) == {"first"}
         assert "the store of the process group cannot be used" in events_of(fast)[0]
         fast(torch.randn(9, 8))
+
+
+def test_a_rank_that_refuses_a_call_is_in_step_in_the_next_one(compile_on: Callable[..., Any]) -> None:
+    model = Net().eval()
+    compile_on(0, model)
+    with pytest.raises(dovetail.InvalidArgument, match="check_capture"):
+        compile_on(1, model, check_capture=3)
+    # The second call is not taken for the first one, which is decided already.
+    one = compile_on(1, model)
+    assert any("rank 0 has not decided within 0.2 s" in event for event in events_of(one))

@@ -350,3 +350,12 @@ def test_floats_and_environments_come_back_bit_for_bit() -> None:
     again = Plan.from_json(plan.to_json())
     assert again == plan
     assert "Größe" in plan.to_json()
+
+
+def test_what_is_no_path_no_mode_and_no_key_of_a_dict_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="path None is neither a str nor a Path"):
+        example().save(None)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="mode 'eval'; give 'inference' or 'training'"):
+        Plan().with_decisions("eval", HERE)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unhashable type: 'Plan'"):
+        hash(example())

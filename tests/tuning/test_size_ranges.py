@@ -11,8 +11,18 @@ from torch.export import Dim
 
 import dovetail
 from dovetail import InvalidArgument, Plan
+from dovetail.outlining.region import graph_key
 from dovetail.tuning.apply_plan import environment_of_call
-from dovetail.tuning.size_ranges import SizedExample, describe_inputs, dynamic_shapes_for, sized_examples
+from dovetail.tuning.check_plan import capture_for_plan
+from dovetail.tuning.decisions import GraphDecision
+from dovetail.tuning.size_ranges import (
+    SizedExample,
+    describe_inputs,
+    dynamic_shapes_for,
+    model_pattern,
+    patterns_for,
+    sized_examples,
+)
 
 
 def tokens(size: int) -> Tensor:
@@ -266,3 +276,34 @@ def test_without_ranges_sizes_of_one_range_do_not() -> None:
 def test_a_size_in_a_range_is_captured_for_it_after_sizes_in_none() -> None:
     calls = compiled({"int64[1, n]": ((2, 8), (9, 45))})
     assert captures_after((4, 50, 60, 20), *calls) == [1, 2, 2, 3]
+
+
+def test_models_with_inputs_alike_keep_their_ranges_in_one_plan() -> None:
+    first = nn.Sequential(nn.Linear(16, 16), nn.ReLU()).eval()
+    second = nn.Sequential(nn.Linear(16, 16), nn.Tanh()).eval()
+    x, pattern = torch.randn(8, 16), "float32[n, 16]"
+
+    def planned(model: nn.Module, high: int) -> Plan:
+        sizes = {model_pattern(pattern, model): ((2, high),)}
+        plan = Plan().with_decisions("inference", environment_of_call(model, (x,), {}), sizes=sizes)
+        key = graph_key(capture_for_plan(model, (x,), None, plan))
+        decision = GraphDecision("g", execution="graph")
+        return plan | plan.with_decisions(
+            "inference", environment_of_call(model, (x,), {}), graphs={key: decision}
+        )
+
+    one, other = planned(first, 16), planned(second, 40)
+    for plan in (one | other, other | one, Plan.from_json((one | other).to_json())):
+        plan.check(first, (x,))
+        plan.check(second, (x,))
+
+
+def test_ranges_of_any_model_and_those_of_another_are_used_where_there_are_no_own() -> None:
+    pattern, model = "float32[n, 8]", nn.Linear(8, 8)
+    own, another = model_pattern(pattern, model), model_pattern(pattern, nn.Linear(8, 9))
+    ranges = {another: ((2, 4),), pattern: ((2, 5),), own: ((2, 6),)}
+    assert patterns_for(ranges, model) == {pattern: ((2, 6),)}
+    assert patterns_for({key: ranges[key] for key in (another, pattern)}, model) == {pattern: ((2, 5),)}
+    assert patterns_for({another: ((2, 4),)}, model) == {pattern: ((2, 4),)}
+    assert model_pattern(pattern, nn.Linear(8, 8)) == own
+    assert model_pattern(pattern, lambda x: x) == pattern

@@ -1,5 +1,6 @@
 """`dovetail.tune` as a user calls it: plans, stores, budgets, interrupts and bad input."""
 
+import os
 import subprocess
 import sys
 import time
@@ -15,11 +16,14 @@ import dovetail
 from dovetail.errors import CaptureError, DovetailError, InvalidArgument, StoreError, TuningError
 from dovetail.tuning import search as search_module
 from dovetail.tuning.division_search import DivisionSearch
+from dovetail.tuning.executor import IN_WORKER
 from dovetail.tuning.measurement import Measurement
 from dovetail.tuning.measuring import Silent
 from dovetail.tuning.plan import Plan
+from dovetail.tuning.preparation import prepare
 from dovetail.tuning.program_search import ProgramSearch
 from dovetail.tuning.store import Store
+from dovetail.tuning.timing import spread_of
 from dovetail.tuning.trial import ComparisonTrial, ProgramTrial, RegionTrial, Trial
 from dovetail.tuning.tune import DryRun, estimate, run_search
 from tests.tuning.failing_backends import Works
@@ -313,7 +317,7 @@ def test_sizes_are_tuned_in_ranges_that_guards_choose_from(tmp_path: Path) -> No
         backends=[Works()],
         progress=False,
     )
-    ((scope, tuned),) = plan.sizes["float32[n, 8]"].items()
+    (((scope, tuned),),) = (by_scope.items() for by_scope in plan.sizes.values())
     assert (scope.mode, tuned) == ("inference", ((2, 16), (17, 64)))
     assert len(plan.graphs) == 2
     compiled = dovetail.compile(model, (X,), plan=plan, backends=[Works()])
@@ -345,7 +349,7 @@ def test_ranges_before_one_that_cannot_be_tuned_are_kept(
             chain(), (X,), sizes=sizes, store="sqlite://", backends=[Planted("a")], progress=False
         )
 
-    ((_, ranges),) = tune().sizes["float32[n, 8]"].items()
+    (((_, ranges),),) = (by_scope.items() for by_scope in tune().sizes.values())
     assert ranges == ((2, 16),)
     assert f"sizes from 17 to 64 are not in the plan: {reason}" in caplog.text
     fails_at, calls = 0, 0
@@ -446,3 +450,66 @@ def test_a_search_without_any_measurement_is_an_error_with_what_to_do() -> None:
         with Store("sqlite://") as store, pytest.raises(TuningError) as caught:
             run_search(ready, store, budget=budget, memory=memory, executor=device, progress=False)
         assert message in str(caught.value)
+
+
+def test_the_failure_of_another_model_in_the_store_is_not_the_reason() -> None:
+    class Fails(SyntheticDevice):
+        def measure(self, trial: Trial, timeout: float) -> Measurement:
+            return Measurement((), failure="the cache is full")
+
+    ready, other = prepared(Chain()), prepared(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    with Store("sqlite://") as store:
+        with pytest.raises(TuningError, match="no program of the model runs: the cache is full"):
+            run_search(other, store, budget=1e6, executor=Fails(other.space, HALVED), progress=False)
+        with pytest.raises(TuningError, match=r"nothing could be measured within 1e-09 s"):
+            run_search(
+                ready, store, budget=1e-9, executor=SyntheticDevice(ready.space, HALVED), progress=False
+            )
+
+
+def test_autocast_around_the_call_is_refused() -> None:
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(InvalidArgument, match=r"under torch\.autocast"),
+    ):
+        dovetail.tune(chain(), (X,), dry_run=True)
+
+
+class SlowToLoad(nn.Linear):
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if os.environ.get(IN_WORKER):
+            time.sleep(60)
+        super().__setstate__(state)
+
+
+def test_a_worker_that_does_not_start_in_time_ends_the_search() -> None:
+    ready, start = prepare(SlowToLoad(8, 8).eval(), (X,), None, [Works()]), time.monotonic()
+    with (
+        Store("sqlite://") as store,
+        pytest.raises(TuningError, match=r"nothing could be measured within 0\.2 s"),
+    ):
+        run_search(ready, store, budget=0.2, progress=False)
+    assert time.monotonic() - start < 30
+
+
+def test_without_a_comparison_times_are_those_that_were_measured() -> None:
+    class Ends(SyntheticDevice):
+        """Ends before the comparison; what each sample of a program is, is known."""
+
+        def measure(self, trial: Trial, timeout: float) -> Measurement:
+            if not isinstance(trial, ProgramTrial):
+                raise KeyboardInterrupt
+            measured.append(super().measure(trial, timeout))
+            return measured[-1]
+
+    measured: list[Any] = []
+    ready = prepared(Chain())
+    device = Ends(ready.space, Costs(whole=lambda seconds, backend: 0.5 * seconds), noise=0.2)
+    with Store("sqlite://") as store:
+        searched = run_search(ready, store, budget=1e6, executor=device, progress=False)
+    (decision,) = next(iter(searched.plan.graphs.values())).values()
+    known = {spread_of(each.samples) for each in measured}
+    known |= {spread_of(each.details["reference"]) for each in measured}
+    alternatives = [a for a in (decision.runner_up, *decision.rejected) if a is not None]
+    assert decision.seconds in known
+    assert {a.seconds for a in alternatives if a.seconds is not None} <= known

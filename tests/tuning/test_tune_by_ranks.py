@@ -14,6 +14,7 @@ import torch.distributed as dist
 import dovetail
 from dovetail.tuning.plan import Plan
 from tests.runtime.rank_groups import Net, rank_groups
+from tests.tuning.helpers import HERE
 
 pytest.importorskip("sqlalchemy")
 
@@ -111,6 +112,32 @@ def test_ranks_with_other_models_are_refused(groups: list[Any], searches: list[s
         tuned(groups[1], model=Net(3).eval(), rank_timeout=60.0)
     assert "a Net of 560 weights in eval mode" in str(refused.value)
     assert tuned(groups[2]) == Plan.load(PLAN)
+
+
+def test_a_rank_that_refuses_a_call_is_in_step_in_the_next_one(
+    groups: list[Any], searches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned(groups[0])
+    with pytest.raises(dovetail.InvalidArgument, match="budget -1"):
+        tuned(groups[1], budget=-1)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(dovetail.InvalidArgument, match=r"under torch\.autocast"),
+    ):
+        tuned(groups[2])
+    plan = Plan().with_decisions("inference", HERE)
+    monkeypatch.setattr(tune_module, "run_search", lambda *_, **__: SimpleNamespace(plan=plan))
+    assert [tuned(group) for group in groups] == [plan] * 3
+
+
+def test_what_rank_0_refuses_reaches_every_rank(groups: list[Any], searches: list[str]) -> None:
+    with pytest.raises(dovetail.InvalidArgument, match="seed"):
+        tuned(groups[0], seed=-1)
+    for group in groups[1:]:
+        with pytest.raises(
+            dovetail.TuningError, match=r"there is no plan: rank 0 raised InvalidArgument: seed -1"
+        ):
+            tuned(group)
 
 
 def test_a_dry_run_is_each_ranks_own(groups: list[Any]) -> None:

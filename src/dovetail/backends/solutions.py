@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import re
 import sys
@@ -131,7 +132,7 @@ def solution_backend(
     far their results may be off relative to their size; without it they must be as exact as the body.
     """
     if bound is not None and not _is_positive(bound):
-        raise InvalidArgument(f"bound is a positive number or None, not {bound!r}.")
+        raise InvalidArgument(f"bound is a finite positive number or None, not {bound!r}.")
     solutions = [Solution.load(path) for path in _files(paths)]
     if not solutions:
         raise InvalidArgument("there is no solution (.json) at the given paths.")
@@ -161,11 +162,13 @@ class SolutionBackend(Backend):
         solution = self._solution(region)
         if isinstance(solution, str):
             raise Unfit(solution)
-        function = _load(solution)
+        with _ExitsRefused(solution):
+            function = _load(solution)
         kernel = _writing(function, region) if solution.passes_destinations else function
 
         def call(*operands: Any) -> Any:
-            return kernel(*(a.contiguous() if isinstance(a, Tensor) else a for a in operands))
+            with _ExitsRefused(solution):
+                return kernel(*(a.contiguous() if isinstance(a, Tensor) else a for a in operands))
 
         # Names and attributes are those of the pattern, while a definition has the operands of the body.
         return kernel_call(call, replace(region, arguments={}, attrs={}, results=()), examples)
@@ -181,6 +184,19 @@ class SolutionBackend(Backend):
                     return solution
                 reasons.append(f"solution '{solution.name}' is not used: {reason}")
         return "; ".join(reasons) or f"there is no solution for the definition '{name}'"
+
+
+class _ExitsRefused:
+    """Makes an attempt of a solution to end the process an error of the solution."""
+
+    def __init__(self, solution: Solution) -> None:
+        self._solution = solution
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, SystemExit):
+            raise Unfit(f"solution '{self._solution.name}' ends the process (SystemExit: {error})") from error
 
 
 def _writing(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
@@ -240,7 +256,7 @@ def _load(solution: Solution) -> Callable[..., Any]:
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _files(paths: Any) -> list[Path]:

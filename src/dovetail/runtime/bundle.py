@@ -61,7 +61,7 @@ from dovetail.runtime.capture_cache import CaptureCache
 from dovetail.runtime.capture_entry import BundledCapture, CaptureOrigin
 from dovetail.runtime.compiled_module import CompiledModule
 from dovetail.runtime.own_forward import covers
-from dovetail.runtime.presets import CompiledGraph, CompilePreset, Execution
+from dovetail.runtime.presets import ALL_CALLS, CompiledGraph, CompilePreset, Execution, GradientGuard
 from dovetail.runtime.stored_captures import dump_graph, load_graph, tracing_context
 
 _LOG = logging.getLogger("dovetail")
@@ -86,6 +86,7 @@ class _Capture:
     execution: Execution
     cuda_graphs: bool | None
     specializations: list[tuple[str, Specialization]]
+    gradients: GradientGuard = ALL_CALLS
 
 
 @dataclass
@@ -153,7 +154,9 @@ def bundle(compiled: CompiledModule, path: str | os.PathLike[str]) -> Path:
         try:
             graph = dump_graph(entry.program, model)
             decided = entry.execution, entry.cuda_graphs
-            capture = _Capture(origin.record, origin.context, captured, graph, *decided, specializations)
+            capture = _Capture(
+                origin.record, origin.context, captured, graph, *decided, specializations, entry.gradients
+            )
             stored.append(writer.add(pickle.dumps(capture)))
         except Exception as error:
             raise SaveError(f"the graph cannot be written: {type(error).__name__}: {error}") from error
@@ -351,7 +354,8 @@ class OpenBundle:
                 state.options = replace(state.options, **self._options)
                 self._require_backends(state)
                 self._load_code(program, state, capture.specializations)
-            compiled = CompiledGraph(program, capture.execution, capture.cuda_graphs)
+            decided = capture.execution, capture.cuda_graphs
+            compiled = CompiledGraph(program, *decided, gradients=capture.gradients)
             origin = CaptureOrigin(
                 capture.record, "", capture.context, functools.partial(getattr, capture, "captured")
             )

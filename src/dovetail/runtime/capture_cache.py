@@ -146,7 +146,7 @@ class CaptureCache:
         if key is None or not self._guard.is_original(key[0]):
             return []
         kept = [entry for entry in self.captures if self._guard.is_original(entry.key[0])]
-        return [(entry.key, CompiledGraph(entry.program, entry.execution)) for entry in kept]
+        return [(e.key, CompiledGraph(e.program, e.execution, gradients=e.gradients)) for e in kept]
 
     def adopt(self, captures: list[tuple[GuardKey, CompiledGraph]]) -> None:
         """Take over compiled graphs, each with the guard key it was captured with."""
@@ -164,7 +164,9 @@ class CaptureCache:
             key = self.guard_key()
         finally:
             # A model with other parts has dropped its captures.
-            is_covered = last is not None and last is self._last and key == last.key
+            is_covered = (
+                last is not None and last is self._last and key == last.key and last.covers_gradients()
+            )
             replayed = end(is_covered) if end is not None else None
         if key is None:
             return self.call_with_swapped_parameters(args, kwargs)
@@ -249,6 +251,9 @@ class CaptureCache:
             captures = list(self.captures)
             for entry in captures[tried:]:
                 if entry.key != key:
+                    continue
+                if not entry.covers_gradients():
+                    mismatch = "passes of the plan differ for calls with gradients and without"
                     continue
                 try:
                     result = entry.run(*args, **kwargs)
@@ -390,7 +395,7 @@ class CaptureCache:
         with self._lock:
             self._adopt_bundled(args, kwargs)
             for entry in self.captures:
-                if covers(entry.program, args, kwargs):
+                if entry.covers_gradients() and covers(entry.program, args, kwargs):
                     self._last = entry
                     return entry
         return None
@@ -422,19 +427,20 @@ class CaptureCache:
         """Return a capture whose calls `run` runs, by default the graph, unless the execution is the model's forward."""
         program, execution = compiled.program, compiled.execution
         if execution == "model":
-            forward = GuardedForward(program, self.run_model)
-            return CaptureEntry(key, program, forward, execution, cuda_graphs=compiled.cuda_graphs)
-        if execution == "torch.compile":
-            forward = TorchCompiledForward(
+            called = GuardedForward(program, self.run_model)
+        elif execution == "torch.compile":
+            called = TorchCompiledForward(
                 program,
                 self.run_model,
                 own_forward(self.model),
                 lambda message: self.diagnostics.report("failed", message),
                 self.preset.strict,
             )
-            return CaptureEntry(key, program, forward, execution, cuda_graphs=compiled.cuda_graphs)
-        called = without_autocast(run or program.forward, key)
-        return CaptureEntry(key, program, called, execution, cuda_graphs=compiled.cuda_graphs)
+        else:
+            called = without_autocast(run or program.forward, key)
+        return CaptureEntry(
+            key, program, called, execution, cuda_graphs=compiled.cuda_graphs, gradients=compiled.gradients
+        )
 
     def capture(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, cause: str = ""

@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from dovetail.frontend.trace_dependencies import TraceRecord
-from dovetail.ir.graph_module import Program
+from dovetail.ir.graph_module import Program, attribute
 from dovetail.ir.weight_fetch import TensorGuard
 from dovetail.lowering.guards import disable_autocast
 from dovetail.runtime.cuda_graph_replay import CudaGraphReplay
-from dovetail.runtime.presets import CompiledGraph, Execution
+from dovetail.runtime.presets import ALL_CALLS, CompiledGraph, Execution, GradientGuard
 
 GuardKey = tuple[Any, ...]
 
@@ -40,7 +41,7 @@ _UNKNOWN = CaptureOrigin()
 class CaptureEntry:
     """One capture of the model: the key of the module guard at that time, the lowered graph, and what runs calls.
 
-    `cuda_graphs` is what a plan has decided about recording its calls.
+    `cuda_graphs` is what a plan has decided about recording its calls, `gradients` for which calls its passes are.
     """
 
     key: GuardKey
@@ -49,6 +50,25 @@ class CaptureEntry:
     execution: Execution = "regions"
     origin: CaptureOrigin = _UNKNOWN
     cuda_graphs: bool | None = None
+    gradients: GradientGuard = ALL_CALLS
+
+    def covers_gradients(self) -> bool:
+        """Return whether the graph is for calls that record gradients as this one does."""
+        if not self.gradients:
+            return True
+        if not torch.is_grad_enabled():
+            return not self.gradients.attached
+        detached, attached = self._guarded_weights
+        if any(weight.requires_grad for weight in detached):
+            return False
+        return not attached or any(weight.requires_grad for weight in attached)
+
+    @functools.cached_property
+    def _guarded_weights(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The weights of the gradient guard; `requires_grad` may be set at any time."""
+        names = self.gradients.detached, self.gradients.attached
+        detached, attached = ([cast("Tensor", attribute(self.program, n)) for n in each] for each in names)
+        return detached, attached
 
     def trust_weights(self, guard: TensorGuard | None) -> None:
         """Let the graph not compare, in the next call on this thread, what a guard that was checked just now covers."""

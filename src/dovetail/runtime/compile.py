@@ -90,6 +90,14 @@ def compile(
         raise InvalidArgument(f"compile takes a module, not a {type(model).__name__}.")
     if isinstance(model, CompiledModule):
         raise InvalidArgument("the model is compiled already; compile the model it was made from.")
+    if args is None and kwargs is not None:
+        args = ()
+    if kwargs is not None and not isinstance(kwargs, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"kwargs must be a dict of example inputs, not a {type(kwargs).__name__}.")
+    # Before what only some ranks may refuse, so that all of them number their calls alike.
+    call = None
+    if process_group is not None:
+        call = GroupCall(process_group, "compile", model, args, kwargs, seconds=rank_timeout)
     _checked_dynamic(dynamic, dynamic_shapes)
     refuse_scripted(model)
     graph_plan, by_body = as_plan(plan)
@@ -113,11 +121,7 @@ def compile(
             )
         opened = OpenBundle(bundle, cache, on_error)
         preset, chain = opened.preset, ()
-    if args is None and kwargs is not None:
-        args = ()
     is_named = dynamic is not None or dynamic_shapes is not None
-    if kwargs is not None and not isinstance(kwargs, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidArgument(f"kwargs must be a dict of example inputs, not a {type(kwargs).__name__}.")
     if not isinstance(cuda_graphs, (str, bool)) or cuda_graphs not in ("auto", True, False):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"cuda_graphs {cuda_graphs!r}; give 'auto', True or False.")
     if not isinstance(check_capture, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -132,12 +136,11 @@ def compile(
     }
     if args is not None:
         _warm(chain)
-    if process_group is None:
+    if call is None:
         compiled = CompiledModule(model, **arguments, cache=cache, bundle=opened)
         if args is not None:
             compiled.specialize(args, kwargs)
         return compiled
-    call = GroupCall(process_group, "compile", model, args, kwargs, seconds=rank_timeout)
     group = GroupCompile(call, cache, on_error)
     compiled = CompiledModule(model, **group.agree(arguments), cache=cache)
     group.specialize(compiled, args, kwargs)

@@ -71,7 +71,8 @@ class GroupCall:
     """One call of a function that the ranks of a process group make, each for itself.
 
     Calls belong together if function, structure and sizes of model and arguments, and their number among such calls are
-    equal, whatever else the ranks call in between. `seconds` bounds the time that a rank waits for rank 0, all in all.
+    equal, whatever else the ranks call in between: make it before checking what other ranks may have given otherwise.
+    `seconds` bounds the time that a rank waits for rank 0, all in all.
     Once the store cannot be used, `failure` has the reason, and decisions are the rank's own. `mismatch` has what rank 0
     has called in place of this call, as soon as this rank has met that while it waited.
     """
@@ -84,12 +85,12 @@ class GroupCall:
         args: tuple[Any, ...] | None,
         kwargs: Mapping[str, Any] | None,
         *,
-        seconds: float,
+        seconds: float = RANK_TIMEOUT,
     ) -> None:
         self._store: Any = _store_of(group)
         self.rank, self.size = cast("int", group.rank()), cast("int", group.size())
         self.failure = self.mismatch = ""
-        self._start, self._seconds = time.monotonic(), seconds
+        self._start, self.seconds = time.monotonic(), seconds
         self._function, (self._digest, self.description) = function, _identity(function, model, args, kwargs)
         with _LOCK:
             self._history = _HISTORIES.setdefault(group, _GroupHistory())
@@ -121,11 +122,11 @@ class GroupCall:
             if decision is not None:
                 return decision, ""
             self.mismatch = self._other_call()
-            left = self._start + self._seconds - time.monotonic()
+            left = self._start + self.seconds - time.monotonic()
             if self.failure or self.mismatch:
                 return None, self.failure or self.mismatch
             if left <= 0:
-                return None, f"rank 0 has not decided within {self._seconds:.3g} s"
+                return None, f"rank 0 has not decided within {self.seconds:.3g} s"
             if not is_reported:
                 _LOG.info("rank %d waits for the %s of rank 0, up to %.0f s", self.rank, name, left)
                 is_reported = True

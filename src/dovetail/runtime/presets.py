@@ -135,6 +135,24 @@ def _operation_count(gm: GraphModule) -> int:
 
 
 @dataclass(frozen=True)
+class GradientGuard:
+    """The calls that a plan's graph is for, by names of weights that passes of the plan make constants of.
+
+    No gradient reaches a weight that is `detached`: such a graph is for calls in which none of them requires one. A graph
+    whose passes were left out for the gradients of weights, `attached`, is for calls in which one of them requires one.
+    """
+
+    detached: tuple[str, ...] = ()
+    attached: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.detached or self.attached)
+
+
+ALL_CALLS = GradientGuard()
+
+
+@dataclass(frozen=True)
 class CompiledGraph:
     """A captured graph, compiled: the graph that runs calls unless `execution` is otherwise, and what is to be reported.
 
@@ -145,6 +163,7 @@ class CompiledGraph:
     execution: Execution = "regions"
     cuda_graphs: bool | None = None
     diagnostics: tuple[Diagnostic, ...] = ()
+    gradients: GradientGuard = ALL_CALLS
 
 
 @dataclass(frozen=True)
@@ -160,6 +179,7 @@ class PlannedGraph:
     execution: Execution = "regions"
     cuda_graphs: bool | None = None
     diagnostics: tuple[Diagnostic, ...] = ()
+    gradients: GradientGuard = ALL_CALLS
 
 
 @runtime_checkable
@@ -243,7 +263,9 @@ class CompilePreset:
             chosen = {**planned.backends, **(self.options.plan or {})}
             graph = lower_with(graph, preferred, replace(self.options, plan=chosen))
             diagnostics += self._unused_backends(graph, planned)
-        return CompiledGraph(graph, planned.execution, planned.cuda_graphs, tuple(diagnostics))
+        return CompiledGraph(
+            graph, planned.execution, planned.cuda_graphs, tuple(diagnostics), planned.gradients
+        )
 
     def _unused_backends(self, lowered: GraphModule, planned: PlannedGraph) -> Iterator[Diagnostic]:
         """Yield the bodies that the backend of the plan does not run, with the reason; with `strict` raise it."""

@@ -42,7 +42,9 @@ from dovetail.passes.pass_manager import Pass, Pipeline
 from dovetail.passes.region_passes import Fuse
 from dovetail.rules.rule import Candidate, Proposal, Rule, RuleContext
 from dovetail.runtime.presets import (
+    ALL_CALLS,
     WHOLE,
+    GradientGuard,
     Mode,
     PlannedGraph,
     blocks,
@@ -58,7 +60,7 @@ from dovetail.tuning.decisions import (
 )
 from dovetail.tuning.environment import Environment, current_environment, current_settings
 from dovetail.tuning.plan import SINGULAR, AnyDecision, ByScope, Plan, body_entry, body_key
-from dovetail.tuning.plan_passes import make_backend, make_pass
+from dovetail.tuning.plan_passes import PlannedPasses, make_backend
 
 _MOST_NAMED = 8
 Section = Literal["graphs", "blocks", "bodies"]
@@ -243,7 +245,7 @@ class AppliedPlan:
     `unlowered` are the names of regions inside of such bodies, which run as they are with them.
     `unknown` is what the plan has no decision for, `problems` are decisions that do not apply, with the reason, and
     `differences` those of the environments that the used decisions were measured in. `used` are the keys with decisions,
-    `measured` the times of those that are applied.
+    `measured` the times of those that are applied. `gradients` are the calls that its passes are for.
     """
 
     decision: GraphDecision
@@ -254,6 +256,7 @@ class AppliedPlan:
     problems: list[str] = field(default_factory=list[str])
     differences: list[str] = field(default_factory=list[str])
     used: set[str] = field(default_factory=set[str])
+    gradients: GradientGuard = ALL_CALLS
     measured: dict[tuple[Section, str], Measured] = field(default_factory=dict[tuple[Section, str], Measured])
 
     def diagnostics(self) -> Iterator[Diagnostic]:
@@ -305,15 +308,20 @@ class PlanApplication:
 
     def _divide(self, applied: AppliedPlan, decision: GraphDecision, given: Mapping[str, Backend]) -> None:
         """Set the graph after the passes of a decision, divided into regions; raise if that cannot be done."""
-        graph = applied.graph
+        gm = graph = applied.graph
         backend = None if decision.whole is None else make_backend(decision.whole, given)
+        passes = PlannedPasses(decision.label, self.mode)
         for choice in decision.pipeline:
-            graph = make_pass(choice)(graph)
+            graph = passes.run(choice, graph)
         if backend is None:
             graph, _ = self._with_boundaries(applied, graph)
         else:
             graph = _largest_regions(graph, backend)
         applied.graph, applied.decision = graph, decision
+        applied.gradients = passes.guard
+        applied.problems += passes.problems
+        if passes.problems:  # its time was measured with all passes
+            applied.measured.pop(("graphs", graph_key(gm)), None)
 
     def _divide_by_default(self, applied: AppliedPlan, passes: Pass) -> None:
         """Divide the graph into its blocks, and these as far as they are known; if none is, by the default passes."""
@@ -478,6 +486,7 @@ def planned_graph(
         execution=applied.decision.execution,
         cuda_graphs=applied.decision.cuda_graphs,
         diagnostics=tuple(applied.diagnostics()),
+        gradients=applied.gradients,
     )
 
 

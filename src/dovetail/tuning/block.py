@@ -31,6 +31,7 @@ from dovetail.rules.fusion_units import fusion_units
 from dovetail.rules.rule import RuleContext
 from dovetail.runtime.presets import blocks
 from dovetail.scheduling.call_recording import copy_tensors
+from dovetail.tuning.restored_runs import preserved_buffers
 
 
 @dataclass(eq=False)
@@ -85,6 +86,11 @@ class Block:
     def __reduce__(self) -> tuple[Any, ...]:
         # Without the analyses, which refer to the graph by node.
         return Block, (self.key, self.label, self.program, self.inputs, self.calls, self.copies)
+
+    @cached_property
+    def writes(self) -> bool:
+        """Whether its program writes to its inputs or buffers."""
+        return bool(self.context.index.dependencies.written)
 
     def operation(self, unit: int) -> str:
         """Return the name of a unit's operator."""
@@ -240,7 +246,7 @@ def record_inputs(
     if convention is not None:
         flat = convention.flat_inputs(args, dict(kwargs))
     recorder = _Recorder(gm, operands_of)
-    with torch.set_grad_enabled(grad):
+    with torch.set_grad_enabled(grad), preserved_buffers(gm):
         recorder.run(*copy_tensors(list(flat)), enable_io_processing=False)
     for key, inputs in recorder.recorded.items():
         missing[key].inputs = inputs

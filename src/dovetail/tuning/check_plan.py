@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import GraphModule
 
@@ -82,7 +83,9 @@ def _problems(
     plan: Plan, gm: GraphModule, mode: Mode, here: Environment, *, environment: bool = True
 ) -> Iterator[str]:
     """Yield what a graph needs and a plan does not have, or has and does not apply, in an environment."""
-    applied = PlanApplication(plan, mode, here).apply(gm)
+    # A plan for inference was measured without gradients, and is checked for such calls.
+    with torch.set_grad_enabled(mode == "training"):
+        applied = PlanApplication(plan, mode, here).apply(gm)
     yield from applied.problems
     for unknown in applied.unknown:
         yield f"there is no decision for {unknown}{_unused(plan, unknown.section, mode, applied)}"

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import itertools
 import logging
+import math
 import multiprocessing.spawn as spawn
 import os
 import pickle
@@ -256,12 +257,12 @@ class ProcessExecutor:
         self._spare: _Worker | None = None
         self._process: _Worker | None = None
 
-    def check(self) -> None:
-        """Start the process; raise InvalidArgument for a model that cannot be read there.
+    def check(self, seconds: float = math.inf) -> None:
+        """Start the process; raise for a model that cannot be read there, TimeoutError after so many seconds.
 
         Else that would be the failure of every trial.
         """
-        until = time.monotonic() + _START_SECONDS
+        until = time.monotonic() + min(seconds, _START_SECONDS)
         # They import side by side, and before anything is measured.
         spare = _Worker(self.files, self.variables) if self.has_spare else None
         try:
@@ -325,14 +326,14 @@ class ProcessExecutor:
 
 
 class LocalExecutor(ProcessExecutor):
-    """Runs trials in one worker process of this machine."""
+    """Runs trials in one worker process of this machine, which must start within so many seconds."""
 
-    def __init__(self, model: TunedModel, backends: Sequence[Backend]) -> None:
+    def __init__(self, model: TunedModel, backends: Sequence[Backend], seconds: float = math.inf) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="dovetail-tune-")
         super().__init__(TrialFiles(Path(self._folder.name)))
         try:
             self.files.write(model, backends)
-            self.check()
+            self.check(seconds)
         except BaseException:
             self.close()
             raise

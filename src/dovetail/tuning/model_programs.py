@@ -30,6 +30,7 @@ from dovetail.scheduling.call_recording import ModelInputs, isolated_run
 from dovetail.scheduling.verify_schedule import OriginalRuns, RunInputs, TrialRuns, copy_inputs
 from dovetail.tuning.measurement import JSON, Measurement
 from dovetail.tuning.plan import Plan
+from dovetail.tuning.restored_runs import ModelWrites
 from dovetail.tuning.timing import Interleaved, Run, Timer, Verdict, compare, noise_of, peak_bytes
 from dovetail.tuning.trial import ComparisonTrial, ProgramSpec, ProgramTrial
 
@@ -77,6 +78,7 @@ class ModelPrograms:
         self._inputs = RunInputs(self._example, "the example inputs", grad=mode == "training")
         self._runs = trial
         self._comparison: RunComparison | None = None
+        self._writes: ModelWrites | None = None
 
     def build(self, program: ProgramSpec) -> nn.Module:
         """Return a module that runs a program, built once."""
@@ -128,8 +130,17 @@ class ModelPrograms:
         return self._comparison.largest_error(actual)
 
     def step(self, module: nn.Module) -> Run:
-        """Return a call of a program on inputs of its own, in training followed by its backward."""
+        """Return a call of a program on inputs of its own, in training followed by its backward.
+
+        What calls of the model write begins each call as it is now, whichever program it is.
+        """
+        if self._writes is None:
+            example = copy_inputs(self._example)
+            self._writes = ModelWrites.of_call(self.model, self._call(self.model, example), _leaves(example))
         example = copy_inputs(self._example)
+        return self._writes.restored(self._call(module, example), _leaves(example))
+
+    def _call(self, module: nn.Module, example: ModelInputs) -> Run:
         args, kwargs = example.args, dict(example.kwargs)
         if self.mode == "inference":
             return lambda: module(*args, **kwargs)
@@ -199,7 +210,7 @@ class ModelPrograms:
                     run()
                 self.require_planned(module)
                 runs[program.key] = run
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 failures[program.key] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         compile_seconds = time.perf_counter() - start
         if not runs:
@@ -220,6 +231,10 @@ class ModelPrograms:
             "failures": failures,
         }
         return Measurement(tuple(samples[0]), compile_seconds=compile_seconds, details=details)
+
+
+def _leaves(example: ModelInputs) -> list[Any]:
+    return pytree.tree_leaves((example.args, dict(example.kwargs)))
 
 
 def is_decided(samples: Sequence[Sequence[float]]) -> bool:

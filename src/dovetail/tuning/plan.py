@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast, get_args
 
 from torch import nn
 from torch.fx import GraphModule
@@ -69,8 +69,8 @@ Ranges = tuple[tuple[int, int], ...]
 class Plan:
     """Decisions by measurement: how graphs run, which regions their blocks have, which backend runs each body.
 
-    `sizes` are the ranges of a size that calls are captured in, by a description of their inputs. Bodies are keyed by
-    the body's hash and a digest of the operands (`body_entry`), or by the hash alone for operands of any kind.
+    `sizes` are the ranges of a size that calls are captured in, by a description of their inputs and a digest of the
+    model (`model_pattern`), or the former alone for any model. Bodies are keyed by the body's hash and a digest of the operands (`body_entry`), or by the hash alone for operands of any kind.
     """
 
     environments: Mapping[str, Environment] = field(default_factory=dict[str, Environment])
@@ -78,6 +78,7 @@ class Plan:
     blocks: ByScope[BlockDecision] = field(default_factory=dict[str, dict[Scope, BlockDecision]])
     bodies: ByScope[BodyDecision] = field(default_factory=dict[str, dict[Scope, BodyDecision]])
     sizes: Mapping[str, Mapping[Scope, Ranges]] = field(default_factory=dict[str, dict[Scope, Ranges]])
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __post_init__(self) -> None:
         for name, decisions in (*self._sections(), ("sizes", self.sizes)):
@@ -131,7 +132,7 @@ class Plan:
         if not self.sizes:
             return None
         from dovetail.tuning.apply_plan import environment_of_call
-        from dovetail.tuning.size_ranges import dynamic_shapes_for
+        from dovetail.tuning.size_ranges import dynamic_shapes_for, patterns_for
 
         model = getattr(forward, "__self__", None)
         mode: Mode = "training" if getattr(model, "training", False) else "inference"
@@ -141,7 +142,7 @@ class Plan:
             for pattern, by_scope in self.sizes.items()
             if (scope := self._nearest_scope(by_scope, mode, environment)) is not None
         }
-        return dynamic_shapes_for(sizes, forward, args, kwargs)
+        return dynamic_shapes_for(patterns_for(sizes, model), forward, args, kwargs)
 
     @property
     def has_size_ranges(self) -> bool:
@@ -159,11 +160,11 @@ class Plan:
     ) -> None:
         """Raise PlanMismatch unless every part of a model, called like this, has a decision of the plan that applies.
 
-        The model is captured as `dovetail.compile` does, in its present mode; nothing is compiled. The error lists
-        what changed: graphs, blocks and bodies that the plan does not know, regions and backends that are refused,
-        and how the environment differs from that of the measurements. With `environment=False`, for machines that
-        others measured for, only the structure is checked, against the decisions of each environment that the plan
-        has for this graph.
+        The model is captured as `dovetail.compile` does, in its present mode; nothing is compiled. A plan for
+        inference is checked for calls without gradients, as it was measured. The error lists what changed: graphs,
+        blocks and bodies that the plan does not know, regions and backends that are refused, and how the environment
+        differs from that of the measurements. With `environment=False`, for machines that others measured for, only
+        the structure is checked, against the decisions of each environment that the plan has for this graph.
         """
         from dovetail.tuning.check_plan import check_plan
 
@@ -171,14 +172,14 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, replacing it in one step."""
+        _require_path(path)
         with atomic_replace(resolve_target(path)) as file:
             file.write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Return the plan in a file; raise InvalidFile if it is not one, not whole, or of a newer version."""
-        if not isinstance(path, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidArgument(f"path {path!r} is neither a str nor a Path.")
+        _require_path(path)
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
@@ -315,6 +316,8 @@ class Plan:
         unknown = sorted(set(decisions) - {name for name, _ in self._sections()})
         if unknown:
             raise InvalidArgument(f"a plan has no {unknown[0]!r}; give graphs, blocks or bodies.")
+        if mode not in get_args(Mode):
+            raise InvalidArgument(f"mode {mode!r}; give 'inference' or 'training'.")
         scope = Scope(mode, environment.key)
         added: dict[str, Any] = {
             name: {key: {scope: decision} for key, decision in by_key.items()}
@@ -322,6 +325,11 @@ class Plan:
         }
         added["sizes"] = {pattern: {scope: ranges} for pattern, ranges in (sizes or {}).items()}
         return self | replace(Plan({environment.key: environment}), **added)
+
+
+def _require_path(path: Any) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise InvalidArgument(f"path {path!r} is neither a str nor a Path.")
 
 
 def _parsed(text: str) -> dict[str, Any]:

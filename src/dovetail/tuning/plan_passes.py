@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.nn import Parameter
+
 from dovetail.errors import InvalidArgument
+from dovetail.ir.graph_module import attribute
+from dovetail.ir.meta_keys import DERIVED
 from dovetail.lowering.backend_protocol import Backend, backend_with_options
 from dovetail.passes.channels_last import ChannelsLast
 from dovetail.passes.cleanup import Cleanup
@@ -20,6 +27,7 @@ from dovetail.rules.horizontal import siblings
 from dovetail.rules.repeated_blocks.repeats_rule import repeats
 from dovetail.rules.rule import Decline, Rule, RuleSet
 from dovetail.rules.vertical import groups
+from dovetail.runtime.presets import GradientGuard, Mode
 from dovetail.tuning.decisions import BackendChoice, PassChoice
 
 
@@ -100,6 +108,62 @@ def make_pass(choice: PassChoice) -> Pass:
     if construct is None:
         raise InvalidArgument(f"it names the pass '{choice.name}'; there are {', '.join(_PASSES)}.")
     return construct(choice.options)
+
+
+class PlannedPasses:
+    """The passes of a decision, run one by one so that calls that record gradients lose none.
+
+    A pass that computes constants from weights runs as one that does not, or is left out, where calls may record gradients
+    of such a weight: in training, and in inference while gradients are enabled. The default passes never do that.
+    """
+
+    def __init__(self, label: str, mode: Mode) -> None:
+        self.problems: list[str] = []
+        self._label, self._trains = label, mode == "training"
+        self._detached: dict[str, None] = {}
+        self._attached: dict[str, None] = {}
+
+    def run(self, choice: PassChoice, gm: GraphModule) -> GraphModule:
+        """Return the graph after a pass, or after what takes its place."""
+        result = make_pass(choice)(gm)
+        weights = _materialised_weights(gm, result)
+        trained = [name for name, weight in weights.items() if weight.requires_grad]
+        if not trained or not (self._trains or torch.is_grad_enabled()):
+            self._detached.update(dict.fromkeys(weights))
+            return result
+        self._attached.update(dict.fromkeys(trained))
+        other = _gradient_preserving(choice)
+        self.problems.append(self._problem(choice, other, trained))
+        return gm if other is None else make_pass(other)(gm)
+
+    @property
+    def guard(self) -> GradientGuard:
+        # In training the passes are the same for all calls.
+        return GradientGuard(tuple(self._detached), () if self._trains else tuple(self._attached))
+
+    def _problem(self, choice: PassChoice, other: PassChoice | None, trained: Sequence[str]) -> str:
+        more = f" and {len(trained) - 1} more" if len(trained) > 1 else ""
+        instead = "it is left out" if other is None else "weights are converted in every call"
+        advice = "" if self._trains else ". For inference compile and call the model under torch.no_grad()"
+        return (
+            f"the pass {choice.name} of '{self._label}': no gradient would reach '{trained[0]}'{more}, so that "
+            f"{instead}{advice}"
+        )
+
+
+def _gradient_preserving(choice: PassChoice) -> PassChoice | None:
+    """Return the form of a pass that computes from weights in every call, as training needs it; None if it has none."""
+    if choice.name not in ("MergeParallel", "ChannelsLast"):
+        return None
+    return replace(choice, options={**choice.options, "materialise": False})
+
+
+def _materialised_weights(before: GraphModule, after: GraphModule) -> dict[str, Tensor]:
+    """Return the weights, by name, that a pass has computed constants from: no gradient reaches them through these."""
+    earlier = before.meta.get(DERIVED, ())
+    new = [derivation for derivation in after.meta.get(DERIVED, ()) if derivation not in earlier]
+    sources = {name: attribute(after, name) for each in new for name in each.sources if name is not None}
+    return {name: held for name, held in sources.items() if isinstance(held, Parameter) or held.requires_grad}
 
 
 def make_backend(choice: BackendChoice, given: Mapping[str, Backend] | None = None) -> Backend:

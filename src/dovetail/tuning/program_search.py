@@ -285,6 +285,11 @@ class ProgramSearch:
         """Whether a program was measured that may win."""
         return bool(self._ratios())
 
+    def first_failure(self) -> str:
+        """Return why the first of the programs that do not run does not; empty if none was found not to."""
+        measured = (self.measurer.get(self.trial(candidate)) for candidate in self.candidates.values())
+        return next((each.failure for each in measured if each is not None and each.failure), "")
+
     def _ratios(self) -> dict[str, float]:
         """Return the time of each program relative to the model as it is, of those that may win."""
         ratios: dict[str, float] = {}
@@ -325,29 +330,33 @@ class ProgramSearch:
     def _without_comparison(self, ratios: Mapping[str, float]) -> Outcome:
         """Return the fastest program by the measurements of each alone, where there was no time to compare them.
 
-        Times are ratios to the model as it is, scaled by one time of it, so that they can be set side by side.
+        They are ranked by their ratios to the model as it is; times are those that were measured, beside each other or not.
         """
+        samples = {key: list(self._measured(key).samples) for key in ratios}
         planned = {key: ratio for key, ratio in ratios.items() if not self.candidates[key].is_baseline}
         for key, candidate in self.candidates.items():
             # What runs without dovetail runs by a plan too, which was not measured yet if the time ended before.
             baseline = next((n for n, e in _EXECUTION.items() if e == candidate.decision.execution), "")
             if baseline in ratios and self.measurer.get(self.trial(candidate)) is None:
-                planned[key] = ratios[baseline]
+                planned[key], samples[key] = ratios[baseline], samples[baseline]
         if not planned:
             as_it_is = next(c for c in self.candidates.values() if c.decision.execution == "model")
             planned = {as_it_is.program.key: 1.0}
+            references = [cast("list[float]", self._measured(key).details["reference"]) for key in ratios]
+            samples[as_it_is.program.key] = list(itertools.chain(*references))
         ranked = sorted(planned, key=lambda key: (planned[key], self.candidates[key].complexity))
-        measured = [self.measurer.get(self.trial(self.candidates[key])) for key in ratios]
-        references = [cast("list[float]", each.details["reference"]) for each in measured if each]
-        base = statistics.median(itertools.chain(*references))
         ratios = {**planned, **ratios}
-        outcome = Outcome(self.candidates[ranked[0]], _single(planned[ranked[0]] * base), None)
+        outcome = Outcome(self.candidates[ranked[0]], spread_of(samples[ranked[0]]), None)
         for key in sorted(ratios, key=ratios.__getitem__):
             if key != ranked[0]:
                 ratio = ratios[key] / planned[ranked[0]]
                 comparison = Comparison(ratio, ratio, ratio, 0.0, "slower" if ratio >= 1 else "faster")
-                outcome.others.append((self.candidates[key], comparison, _single(ratios[key] * base)))
+                outcome.others.append((self.candidates[key], comparison, spread_of(samples[key])))
         return outcome
+
+    def _measured(self, key: str) -> Measurement:
+        """Return the measurement of a program that has a ratio."""
+        return cast("Measurement", self.measurer.get(self.trial(self.candidates[key])))
 
     def _finalists(self, ratios: Mapping[str, float]) -> list[ProgramCandidate]:
         """Return the programs that are compared: those without dovetail, and the fastest of the others."""
@@ -548,10 +557,6 @@ class ProgramSearch:
             replace(a, reason=f"{cast('Spread', a.seconds).median / own:.3f} times the time") for a in others
         ]
         return BodyDecision(label, times[str(backend)], slower[0], tuple(slower[1:]), operands, backend)
-
-
-def _single(seconds: float) -> Spread:
-    return Spread(seconds, seconds, seconds, 1)
 
 
 def outlined_regions(choice: BlockChoice) -> tuple[Any, ...]:

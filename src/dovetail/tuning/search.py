@@ -81,6 +81,8 @@ class Searched:
     plan: Plan
     report: SearchReport
     outcome: Outcome | None
+    failure: str = ""
+    """Why a program of the model does not run, where there is no outcome."""
 
 
 def search(
@@ -168,7 +170,7 @@ def search(
     report.failures, report.compilations = measurer.failures, measurer.compilations
     report.predictions, report.is_interrupted = blocks.predictions, measurer.interrupted
     if outcome is None:
-        return Searched(Plan(), report, None)
+        return Searched(Plan(), report, None, programs.first_failure())
     report.undecided, report.noise, report.is_confirmed = (
         outcome.undecided,
         outcome.noise,

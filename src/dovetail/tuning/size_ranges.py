@@ -6,14 +6,16 @@ size has it in common.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import Dim
 
 from dovetail.errors import InvalidArgument
@@ -22,6 +24,8 @@ from dovetail.runtime.automatic_dynamic import Dimensions
 Range = tuple[int, int]
 _SIZE = "n"
 _SEPARATOR, _ESCAPED = "; ", "\\x3b "
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_OF_MODEL = re.compile(r" @[0-9a-f]{8}$")
 _POINTS = 3
 """How many sizes of a dynamic dimension are tuned."""
 
@@ -47,6 +51,38 @@ def describe_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], varying: M
             text = repr(leaf) if isinstance(leaf, (int, float, bool, str)) else type(leaf).__name__
             texts.append(text.replace(_SEPARATOR, _ESCAPED))
     return _SEPARATOR.join(texts)
+
+
+def model_pattern(pattern: str, model: Any) -> str:
+    """Return the key of ranges of one model: the pattern, and a digest of the model's modules and the sizes of its state.
+
+    Models with inputs alike have ranges of their own; what their forwards do is not compared.
+    """
+    if not isinstance(model, nn.Module):
+        return pattern
+    facts: list[Any] = [
+        (name, type(module).__qualname__, _ADDRESS.sub("", module.extra_repr()))
+        for name, module in model.named_modules()
+    ]
+    facts += [(name, tuple(t.shape)) for name, t in (*model.named_parameters(), *model.named_buffers())]
+    digest = hashlib.blake2b("\n".join(map(repr, facts)).encode(), digest_size=4).hexdigest()
+    return f"{pattern} @{digest}"
+
+
+def patterns_for(sizes: Mapping[str, Sequence[Range]], model: Any) -> dict[str, Sequence[Range]]:
+    """Return the ranges of each pattern for a model: its own, else those of any model, else those of another one.
+
+    Another one may have the same graphs under other names.
+    """
+
+    def rank(key: str) -> int:
+        pattern = _OF_MODEL.sub("", key)
+        return 1 if key == pattern else 0 if key == model_pattern(pattern, model) else 2
+
+    chosen: dict[str, Sequence[Range]] = {}
+    for key in sorted(sizes, key=rank):
+        chosen.setdefault(_OF_MODEL.sub("", key), sizes[key])
+    return chosen
 
 
 def dynamic_shapes_for(

@@ -14,7 +14,7 @@ and `complete` returns False to the second worker. Set back, it lets a lease las
 whose token the row then has. On SQLite transactions that write begin with `BEGIN IMMEDIATE`, which takes the write lock
 before anything is read; on PostgreSQL they are READ COMMITTED, where a statement that has waited for another one checks
 its condition again. What a transaction does may be done twice, since it can be committed although the connection was lost
-before that was acknowledged: the token also tells a worker that it is the one that holds a lease, or that completed it.
+before that was acknowledged: a worker knows by the token that it is the one that holds a lease, or that completed it.
 
 *Durability.* SQLite keeps a write-ahead log with synchronous=FULL: a commit is on the disk when `complete` returns. A
 killed process would lose nothing with less (NORMAL), a machine without power would; measurements cost more than fsync.

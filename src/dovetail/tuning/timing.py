@@ -109,6 +109,23 @@ def _log_ratios(run: Sequence[float], other: Sequence[float]) -> list[float]:
     return [math.log(a / b) for a, b in zip(run, other, strict=True)]
 
 
+@dataclass(frozen=True, eq=False)
+class RestoredRun:
+    """A run whose calls change what they read; `restore`, which is not timed, brings that back before each of them."""
+
+    run: Run
+    restore: Callable[[], object]
+
+    def __call__(self) -> object:
+        self.restore()
+        return self.run()
+
+
+def _restore_and_run(run: Run) -> tuple[Callable[[], object], Run]:
+    """Return what comes before each timed call, and the call itself."""
+    return (run.restore, run.run) if isinstance(run, RestoredRun) else (lambda: None, run)
+
+
 class Timer:
     """Times calls on a device: by the clock on a CPU, by events on a GPU, whose L2 cache is flushed before.
 
@@ -123,7 +140,7 @@ class Timer:
 
     def calls_per_time(self, run: Run) -> int:
         """Return how many calls are timed as one, so that the clock does not count."""
-        if self._is_cuda:
+        if self._is_cuda or isinstance(run, RestoredRun):
             return 1
         start = time.perf_counter()
         run()
@@ -138,11 +155,13 @@ class Timer:
             time.sleep(self.pause)
         self._repeat(run, _WARM_CALLS, _WARM_SECONDS)
         times: list[float] = []
+        restore, call = _restore_and_run(run)
         until = time.perf_counter() + _TIMED_SECONDS
         while len(times) < _MIN_TIMES or (len(times) < _MAX_TIMES and time.perf_counter() < until):
+            restore()
             start = time.perf_counter()
             for _ in range(calls):
-                run()
+                call()
             times.append((time.perf_counter() - start) / calls)
         return statistics.median(times)
 
@@ -156,10 +175,12 @@ class Timer:
 
     def _sample_cuda(self, run: Run) -> float:
         start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        restore, call = _restore_and_run(run)
+        restore()
         if self._flush is not None:
             self._flush.zero_()
         start_event.record()
-        run()
+        call()
         end_event.record()
         end_event.synchronize()
         return start_event.elapsed_time(end_event) / 1e3
@@ -179,13 +200,15 @@ def recorded(run: Run, device: torch.device) -> Run:
             for _ in range(3):
                 run()
         torch.cuda.current_stream(device).wait_stream(side)
+        restore, call = _restore_and_run(run)
+        restore()
         with torch.cuda.graph(graph):
-            run()
+            call()
         torch.cuda.synchronize(device)
     except Exception:
         torch.cuda.synchronize(device)
         return run
-    return graph.replay
+    return RestoredRun(graph.replay, run.restore) if isinstance(run, RestoredRun) else graph.replay
 
 
 class Interleaved:

@@ -24,6 +24,7 @@ from dovetail.errors import InvalidArgument
 from dovetail.frontend.capture import capture
 from dovetail.ir.dependencies import Index
 from dovetail.ir.graph_module import Program, attribute
+from dovetail.ir.schema import written_operands
 from dovetail.lowering.backend_protocol import Backend
 from dovetail.lowering.lower import lower_with
 from dovetail.lowering.options import Options
@@ -39,6 +40,7 @@ from dovetail.tuning.measurement import JSON, Measurement
 from dovetail.tuning.model_programs import ModelPrograms
 from dovetail.tuning.plan_passes import make_backend
 from dovetail.tuning.region_candidates import outlined_with, region_of
+from dovetail.tuning.restored_runs import preserved_buffers, restored
 from dovetail.tuning.timing import Interleaved, Run, Timer, peak_bytes, recorded
 from dovetail.tuning.trial import (
     BoundaryTrial,
@@ -90,7 +92,7 @@ class TrialRunner:
         try:
             with torch.set_grad_enabled(trial.mode == "training"):
                 return self._run(trial)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {error}".strip().splitlines()
             text = " ".join(reason[:3])[:500]
             return Measurement((), failure=text, compile_seconds=time.perf_counter() - start)
@@ -116,7 +118,8 @@ class TrialRunner:
         loaded = self._blocks[key]
         if not loaded.values:
             program = loaded.block.program
-            loaded.values = _Values(program).record(copy_tensors(list(loaded.block.inputs)))
+            with preserved_buffers(program):
+                loaded.values = _Values(program).record(copy_tensors(list(loaded.block.inputs)))
         return loaded.block, loaded.values
 
     def _operations(self, trial: OperationsTrial) -> Measurement:
@@ -124,7 +127,7 @@ class TrialRunner:
         training = trial.mode == "training"
         nodes = block.context.nodes
         runs = [_operation(block.program, nodes[unit[0]], values, training) for unit in block.units]
-        whole = _step(block.program, block.inputs, training)
+        whole = _repeatable(block, _step(block.program, block.inputs, training), block.inputs)
         interleaved = self._interleaved([whole, *runs], warm_up=1, pause=False)
         interleaved.sample(_FIRST_ROUNDS)
         interleaved.sample(_MAX_ROUNDS, time.monotonic() + 2 * _SAMPLING_SECONDS)
@@ -143,7 +146,9 @@ class TrialRunner:
         # Operations as they are run in the graph around them, without a call of the body.
         flat = inline(alone)
         error = _numeric_error(lowered, flat, inputs)
-        run, reference = _step(lowered, inputs, training), _step(flat, inputs, training)
+        run, reference = (
+            _repeatable(block, _step(each, inputs, training), inputs) for each in (lowered, flat)
+        )
         samples, details = self._beside(run, reference)
         return Measurement(
             tuple(samples),
@@ -201,7 +206,7 @@ class TrialRunner:
     def _divisions(self, trial: DivisionsTrial) -> Measurement:
         block = self._blocks[trial.block].block
         training = trial.mode == "training"
-        reference = _step(block.program, block.inputs, training)
+        reference = _repeatable(block, _step(block.program, block.inputs, training), block.inputs)
         runs: list[Run] = []
         measured: list[int] = []
         failures: dict[str, JSON] = {}
@@ -214,9 +219,9 @@ class TrialRunner:
                 if error is not None and not math.isfinite(error):
                     raise InvalidArgument(f"its results are off by {error}")
                 errors[str(number)] = error
-                run = _step(lowered, block.inputs, training)
+                run = _repeatable(block, _step(lowered, block.inputs, training), block.inputs)
                 run()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 failures[str(number)] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
                 continue
             measured.append(number)
@@ -274,6 +279,11 @@ def _alone(
     return program, tuple(copy_tensors(inputs))
 
 
+def _repeatable(block: Block, run: Run, inputs: Any) -> Run:
+    """Return a run of a block, or of a part of it, whose calls all begin with the same inputs and buffers."""
+    return restored(run, (inputs, list(block.program.buffers()))) if block.writes else run
+
+
 def _operation(program: GraphModule, node: Node, values: Mapping[Node, Any], training: bool) -> Run:
     """Return what runs one operation, on operands of its own."""
     args, kwargs = copy_tensors(map_arg((node.args, node.kwargs), lambda n: _leaf(values[n], training)))
@@ -281,9 +291,12 @@ def _operation(program: GraphModule, node: Node, values: Mapping[Node, Any], tra
     if node.op == "call_method":
         name, (owner, *rest) = cast("str", node.target), args
         return lambda: getattr(owner, name)(*rest, **kwargs)
-    if not training:
-        return lambda: target(*args, **kwargs)
-    return _with_backward(lambda: target(*args, **kwargs), (args, kwargs))
+
+    def call() -> object:
+        return target(*args, **kwargs)
+
+    run = _with_backward(call, (args, kwargs)) if training else call
+    return restored(run, (args, kwargs)) if written_operands(node) else run
 
 
 def _leaf(value: Any, training: bool) -> Any:
@@ -322,9 +335,9 @@ def _numeric_error(program: nn.Module, reference: nn.Module, inputs: Sequence[An
 
     Both begin with the same random numbers. Whether the error is allowed is decided by verification.
     """
-    with _same_random_numbers():
+    with _same_random_numbers(), preserved_buffers(reference):
         actual = pytree.tree_leaves(program(*copy_tensors(list(inputs))))
-    with _same_random_numbers():
+    with _same_random_numbers(), preserved_buffers(reference):
         expected = pytree.tree_leaves(reference(*copy_tensors(list(inputs))))
     errors = [
         relative_error(a, e)

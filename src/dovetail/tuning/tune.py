@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias, cast, get_args, overload
 
@@ -19,6 +20,7 @@ from dovetail.errors import InvalidArgument, TuningError, checked_call
 from dovetail.frontend.model_copy import refuse_scripted
 from dovetail.lowering.backend_protocol import Backends
 from dovetail.lowering.failures import one_line
+from dovetail.lowering.guards import active_autocast
 from dovetail.runtime.compiled_module import CompiledModule
 from dovetail.runtime.group_call import RANK_TIMEOUT, GroupCall, require_rank_timeout
 from dovetail.tuning.division_search import DivisionSearch
@@ -44,7 +46,7 @@ from dovetail.tuning.search_space import (
     UNKNOWN_COMPILE_SECONDS,
     SearchSpace,
 )
-from dovetail.tuning.size_ranges import SizedExample, sized_examples
+from dovetail.tuning.size_ranges import SizedExample, model_pattern, sized_examples
 from dovetail.tuning.store import Store
 from dovetail.tuning.trial import RegionTrial, Trial, digest_of
 
@@ -164,9 +166,12 @@ def tune(
     all ranks, rank 0 too, return an empty plan, with a warning. A dry run is each rank's own.
     """
     start = time.monotonic()
-    _check_model(model, args, kwargs)
-    _check_options(budget, memory, seed, executor, {"dry_run": dry_run, "progress": progress})
-    require_rank_timeout(rank_timeout)
+    _check_call(model, args, kwargs)
+
+    def check() -> None:
+        _check_model(model)
+        _check_options(budget, memory, seed, executor, {"dry_run": dry_run, "progress": progress})
+        require_rank_timeout(rank_timeout)
 
     def measure() -> Plan | DryRun:
         _require_packages()
@@ -204,21 +209,34 @@ def tune(
         finally:
             opened.close()
 
-    if process_group is None or dry_run:
+    if process_group is None or dry_run is True:
+        check()
         return measure()
-    call = GroupCall(process_group, "tune", model, args, kwargs, seconds=budget + rank_timeout)
+    # Before what only some ranks may refuse, so that all of them number their calls alike.
+    call = GroupCall(process_group, "tune", model, args, kwargs)
+    with _raised_on_all_ranks(call):
+        check()
+    call.seconds = budget + rank_timeout
     return _plan_of_group(call, cast("Callable[[], Plan]", measure))
+
+
+@contextlib.contextmanager
+def _raised_on_all_ranks(call: GroupCall) -> Generator[None]:
+    """Let the other ranks know why there is no plan if rank 0 raises."""
+    try:
+        yield
+    except BaseException as error:
+        if call.rank == 0:
+            call.decide("plan", b"", f"rank 0 raised {one_line(error)}")
+        raise
 
 
 def _plan_of_group(call: GroupCall, search: Callable[[], Plan]) -> Plan:
     """Return the plan that rank 0 searches for; an empty one on all ranks if one has waited for it in vain."""
     shared, note = call.read("plan") if call.rank == 0 else None, ""
     if shared is None and call.rank == 0:
-        try:
+        with _raised_on_all_ranks(call):
             shared = call.decide("plan", search().to_json().encode())
-        except BaseException as error:
-            call.decide("plan", b"", f"rank 0 raised {one_line(error)}")
-            raise
     elif shared is None:
         shared, note = call.wait("plan")
         if call.mismatch:
@@ -301,7 +319,11 @@ def run_search(
     finished = store.get(subject, prepared.environment)
     if finished is not None:
         return _stored_search(finished)
-    runs = _executor(prepared, store, executor) if isinstance(executor, str) else executor
+    left = budget - (clock() - start)
+    try:
+        runs = _executor(prepared, store, executor, left) if isinstance(executor, str) else executor
+    except TimeoutError:
+        raise _out_of_time(budget) from None
     # A display that is live must be ended, so that nothing may fail between here and `try`.
     left = budget - (clock() - start)
     display = make_progress(left) if progress is True else None if progress is False else progress
@@ -329,10 +351,10 @@ def run_search(
             memory=memory,
             seed=seed,
             new_state=prepared.new_state,
-            sizes=prepared.sizes,
+            sizes={model_pattern(p, prepared.tuned.model): ranges for p, ranges in prepared.sizes.items()},
         )
         if searched.outcome is None:
-            raise _nothing_measured(store, prepared, measurer, memory)
+            raise _nothing_measured(searched, measurer, memory)
         if not measurer.interrupted:
             return _record(store, subject, prepared.environment, searched, measurer.elapsed)
         return searched
@@ -351,22 +373,23 @@ def _search_subject(prepared: Prepared, budget: float, memory: int | None, seed:
     return Subject("search", key, prepared.operands, backends, prepared.tuned.mode)
 
 
-def _nothing_measured(
-    store: Store, prepared: Prepared, measurer: Measurer, memory: int | None
-) -> BaseException:
+def _nothing_measured(searched: Searched, measurer: Measurer, memory: int | None) -> BaseException:
     """Return why a search has no program, not even the model as it is."""
     if measurer.interrupted:
         return KeyboardInterrupt()
-    failures = [m.failure for _, m in store.results(prepared.environment, kind="program") if m.failure]
-    if failures:
-        return TuningError(f"no program of the model runs: {failures[0]}")
+    if searched.failure:
+        return TuningError(f"no program of the model runs: {searched.failure}")
     if memory is not None and measurer.measured:
         return TuningError(f"no program runs within {memory} bytes. Give a larger `memory`.")
     alone = measurer.executor.why_alone() if isinstance(measurer.executor, QueueExecutor) else ""
     if alone:
         return TuningError(f"nothing was measured within {measurer.budget:.3g} s: {alone}.")
+    return _out_of_time(measurer.budget)
+
+
+def _out_of_time(budget: float) -> TuningError:
     return TuningError(
-        f"nothing could be measured within {measurer.budget:.3g} s. Give a larger `budget`; dry_run=True estimates it."
+        f"nothing could be measured within {budget:.3g} s. Give a larger `budget`; dry_run=True estimates it."
     )
 
 
@@ -448,7 +471,11 @@ def _compile_seconds(prepared: Prepared, store: Store) -> dict[str, float]:
     return {**TYPICAL_COMPILE_SECONDS, **{name: statistics.median(values) for name, values in known.items()}}
 
 
-def _executor(prepared: Prepared, store: Store, name: ExecutorName) -> Executor | QueueExecutor:
+def _executor(
+    prepared: Prepared, store: Store, name: ExecutorName, seconds: float = math.inf
+) -> Executor | QueueExecutor:
+    """Return the executor of a name; raise TimeoutError if its process does not start within so many seconds."""
+    start = time.monotonic()
     if name != "local":
         if store.is_in_memory:
             raise InvalidArgument(
@@ -477,12 +504,14 @@ def _executor(prepared: Prepared, store: Store, name: ExecutorName) -> Executor 
                 engine.close()
             raise
     try:
-        return LocalExecutor(prepared.tuned, prepared.backends)
+        return LocalExecutor(prepared.tuned, prepared.backends, seconds)
     except Exception as error:
+        if isinstance(error, TimeoutError) and time.monotonic() - start >= seconds:
+            raise
         _LOG.warning(
             "trials run in this process, where a crash ends the search%s: %s",
             "" if can_interrupt() else " and a trial that hangs is not stopped",
-            str(error).removesuffix("."),
+            (str(error) or "its process does not start").removesuffix("."),
         )
         return InProcess(prepared.tuned, prepared.backends)
 
@@ -504,7 +533,7 @@ def _open_store(store: Any) -> Store:
     return Store("sqlite://" if store is None else cast("str", store))
 
 
-def _check_model(model: Any, args: Any, kwargs: Any) -> None:
+def _check_call(model: Any, args: Any, kwargs: Any) -> None:
     if os.environ.get(IN_WORKER):
         raise InvalidArgument(
             "`tune` is called while a worker process imports the script that runs; put the call under "
@@ -512,13 +541,21 @@ def _check_model(model: Any, args: Any, kwargs: Any) -> None:
         )
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"tune takes a module, not a {type(model).__name__}.")
-    if isinstance(model, CompiledModule):
-        raise InvalidArgument("the model is compiled already; tune the model it was made from.")
-    refuse_scripted(model)
     if not isinstance(args, tuple):
         raise InvalidArgument(f"args must be a tuple of example inputs, not a {type(args).__name__}.")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InvalidArgument(f"kwargs must be a dict of example inputs, not a {type(kwargs).__name__}.")
+
+
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, CompiledModule):
+        raise InvalidArgument("the model is compiled already; tune the model it was made from.")
+    refuse_scripted(model)
+    if active_autocast():
+        raise InvalidArgument(
+            "tune is called under torch.autocast, which trials in other processes do not run under. Call it outside, with "
+            "a model whose forward enters torch.autocast itself."
+        )
 
 
 def _check_options(budget: Any, memory: Any, seed: Any, executor: Any, switches: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ has slots. A worker measures one trial at a time, in a process of its own that m
 searches whose environment it has: the same device, driver, torch, Python and packages. Threads and settings of precision
 are those of the search. Another environment is refused, which the search reports with what differs.
 
-Trials, models and backends in a store are pickles: a worker runs code of whoever can write to the store.
+Trials, models and backends in a store are pickles: a worker runs code of anyone who can write to the store.
 """
 
 from __future__ import annotations
