@@ -151,7 +151,7 @@ export function timeView(program: Program, host: DetailsHost): HTMLElement {
     clear(kinds);
     const sums = [...byKind.values()].sort((a, b) => value(b, true) - value(a, true));
     const most = Math.max(...sums.map((r) => Math.max(value(r, false), value(r, true))), 1e-12);
-    for (const r of sums) kinds.append(bar(r.kind === "" ? "operations in no region" : r.kind, r.kind ? plural(r.regions, "region") : plural(r.regions, "operation"), value(r, false), value(r, true), most, format, twice, r.kind ? host.swatch(r.kind) : null, null));
+    for (const r of sums) kinds.append(bar(r.kind === "" ? "launched operations in no region" : r.kind, r.kind ? plural(r.regions, "region") : plural(r.regions, "operation"), value(r, false), value(r, true), most, format, twice, r.kind ? host.swatch(r.kind) : null, null));
     clear(list);
     const regions = [...rows].sort((a, b) => value(b, true) - value(a, true));
     const largest = Math.max(...regions.map((r) => Math.max(value(r, false), value(r, true))), 1e-12);

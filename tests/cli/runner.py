@@ -66,6 +66,11 @@ def broken():
     raise ValueError("no weights here\\nand more")
 
 
+def unloadable():
+    gated = Gated()
+    gated.load_state_dict({})
+
+
 def number():
     return 3
 

@@ -1,5 +1,6 @@
 """What all commands have in common: help, terminals and pipes, JSON, colors, completion; and info and the cache."""
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.runner import Result, dovetail, environment
+from dovetail.cli.benchmark import COLUMNS, OPTIONAL, RIGHT
+from dovetail.cli.console import Console
+from tests.cli.runner import Result, Terminal, dovetail, environment
 
 COMMANDS = [
     ["demo"], ["info"], ["inspect"], ["why"], ["diff"], ["fuse"], ["report"], ["convert"], ["bench"], ["tune"],
@@ -88,6 +91,28 @@ def test_tables_fit_a_terminal_and_are_whole_in_a_pipe(folder: Path, monkeypatch
     assert all(len(line) <= 60 for line in table.splitlines()[1:])
 
 
+ROWS = [
+    ["eager", "287 µs", "62.6 µs", "61.8 µs – 64.1 µs", "", "", ""],
+    ["dovetail: torchscript", "1.36 s", "53.6 µs", "52.5 µs – 55.6 µs", "1.17x undecided", "3.1e-06", "3 of 4, 2 compiled"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("width", "dropped"), [(60, (3, 5, 1)), (80, (3, 5)), (100, (3,)), (160, ())])
+def test_figures_do_not_wrap_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, width: int, dropped: tuple[int, ...]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    with contextlib.redirect_stdout(Terminal()) as out:
+        Console().table(COLUMNS, ROWS, right=RIGHT, optional=OPTIONAL)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
+    assert all(len(line) <= width for line in lines)
+    for number in range(6):
+        for cell in (COLUMNS[number], ROWS[0][number], ROWS[1][number]):
+            assert any(cell in line for line in lines[:4]) == (number not in dropped or not cell)
+    named = [line for line in lines if line.startswith("too narrow for ")]
+    assert named == ([f"too narrow for {', '.join(repr(COLUMNS[k]) for k in dropped)}"] if dropped else [])
+
+
 def test_info_lists_which_backends_can_be_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dovetail.backends import Inductor, OpenVino
 
@@ -102,6 +127,8 @@ def test_info_lists_which_backends_can_be_used(folder: Path, monkeypatch: pytest
     assert Inductor().missing() == backends["inductor"]["reason"]
     shown = dovetail("info")
     assert "C++ compiler  none" in shown.out
+    rows = [line.split()[:2] for line in shown.out.splitlines() if line.startswith("  ")]
+    assert {usable for _, usable in rows[1:]} <= {"yes", "no"}
 
 
 def cached(folder: Path) -> Path:

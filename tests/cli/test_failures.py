@@ -1,6 +1,9 @@
 """Failure modes: one line on stderr, nothing on stdout, and an exit code that tells usage from failure."""
 
+import contextlib
+import errno
 import importlib.util
+import io
 import os
 import shlex
 import signal
@@ -13,6 +16,7 @@ import pytest
 
 from dovetail.cli import tuning_commands
 from dovetail.cli.entry_point import main
+from dovetail.errors import TuningError
 from dovetail.formats.archive.load import load
 from dovetail.outlining.region import regions
 from dovetail.tuning.plan import Plan
@@ -57,11 +61,17 @@ USAGE = [
     (["plan", "check", "missing.json", "zoo:mlp"], "'missing.json' cannot be read as a plan"),
     (["plan", "diff", "missing.json", "missing.json"], "'missing.json' cannot be read as a plan"),
     (["cache", "list", "--folder", "missing"], "there is no folder 'missing'"),
+    (["measurements", "export", "all.jsonl", "--store", "missing.db"], "missing.db' does not exist"),
+    (["tune", "models.py:gated", "--store", "nowhere/s.db"], "there is no folder"),
+    (["worker", "--store", "models.py"], "the store "),
+    (["diff", "models.py:gated", "zoo:mlp", "--config", "a=1"], "--config is not for a factory or a model of the zoo."),
+    (["report", "models.py:gated", "--plan", "plan.json", "--rules", "norms"], "give --plan or --rules"),
     (["demo", "--size", "huge"], "--arg of 'zoo:llama': unknown size 'huge'"),
     (["demo", "--backend", "inductr"], "there is no backend 'inductr'"),
 ]  # fmt: skip
 FAILED = [
-    (["inspect", "models.py:broken"], "'models.py:broken' cannot be made: ValueError: no weights here (models.py:"),
+    (["inspect", "models.py:broken"], ": no weights here; and more."),
+    (["inspect", "models.py:unloadable"], 'Missing key(s) in state_dict: "gate.weight"'),
     (["inspect", "models.py:number"], "'models.py:number' returned int; return a module"),
     (["inspect", "models.py:branching"], "the model branches on, or takes a size from, values"),
     (["inspect", "models.py:alone", "--input", "4x9"], "torch.export cannot trace this model with the inputs"),
@@ -90,6 +100,51 @@ def test_a_model_that_fails_exits_with_one(folder: Path, arguments: list[str], m
     done = dovetail(*arguments)
     assert message in done.error
     assert (done.code, done.out.replace("made by the factory\n", "")) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--arg", "width=8"], "--arg is not for a file."),
+        (["--train"], "--train is not for a file: its graph is of the mode it was captured in."),
+        (["--device", "cpu"], "--device is not for a file: its graph is of the device it was captured on."),
+        (["--input", "2x9"], "--input of 'fused.pt2': 'x' was captured with shape (4, 8) and has (2, 9) here."),
+    ],
+    ids=_id,
+)  # fmt: skip
+def test_a_file_takes_only_inputs_of_its_graph(archive: str, options: list[str], message: str) -> None:
+    done = dovetail("inspect", archive, *options)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.error
+
+
+@pytest.mark.parametrize("what", ["swiglu", "swiglu_0", "silu", "up"])
+def test_never_does_not_pass_over_a_region_of_the_file(archive: str, what: str) -> None:
+    done = dovetail("fuse", archive, "--never", what)
+    assert done.code == 2
+    assert "'fused.pt2' has the region 'swiglu_0' of kind 'swiglu' already" in done.error
+
+
+def test_a_configuration_that_no_model_takes_is_wrong_usage(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    done = dovetail("inspect", "hf:bert", "--config", "num_hidden_layers=abc")
+    assert done.code == 2
+    assert done.error.count("Field 'num_hidden_layers' expected int") == 1
+    assert "uniform" not in done.error
+
+
+def test_messages_of_a_search_name_options_of_the_command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tune(*_: Any, **__: Any) -> Plan:
+        raise TuningError("nothing was measured. Give a larger `budget`; dry_run=True estimates it.")
+
+    monkeypatch.setattr(tuning_commands, "tune", tune)
+    done = dovetail("tune", "models.py:gated")
+    assert (done.code, done.error) == (
+        1,
+        "nothing was measured. Give a larger --budget; --dry-run estimates it.",
+    )
 
 
 def test_json_has_nothing_on_stdout_for_an_error(folder: Path) -> None:
@@ -199,7 +254,29 @@ def test_a_closed_pipe_is_silent(folder: Path) -> None:
     assert (process.returncode, errors) == (141, "")
 
 
-@pytest.mark.parametrize("arguments", [["inspect", "models.py:gated"], ["cache", "list"]])
+class Failing(io.StringIO):
+    """A stream that nothing can be written to, for a reason of the system."""
+
+    def __init__(self, reason: int) -> None:
+        super().__init__()
+        self.reason = reason
+
+    def write(self, text: str) -> int:
+        raise OSError(self.reason, os.strerror(self.reason))
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["cache", "list"], ["info", "--json"]])
+def test_every_output_fails_alike(folder: Path, arguments: list[str]) -> None:
+    """A closed pipe is silent and a full disk one message, for text, JSON and help."""
+    message = "dovetail: error: stdout cannot be written: No space left on device\n"
+    for reason, expected in ((errno.EPIPE, (141, "")), (errno.ENOSPC, (1, message))):
+        errors = io.StringIO()
+        with contextlib.redirect_stdout(Failing(reason)), contextlib.redirect_stderr(errors):
+            code = main(arguments)
+        assert (code, errors.getvalue()) == expected
+
+
+@pytest.mark.parametrize("arguments", [["inspect", "zoo:mlp"], ["cache", "list"]])
 def test_a_full_disk_under_stdout_is_a_failure(folder: Path, arguments: list[str]) -> None:
     full = Path("/dev/full")
     if not full.exists():
@@ -210,7 +287,7 @@ def test_a_full_disk_under_stdout_is_a_failure(folder: Path, arguments: list[str
             command, stdout=stream, stderr=subprocess.PIPE, text=True, env=environment(), check=False
         )
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done.stderr
-    assert "No space left on device" in done.stderr
+    assert done.stderr == "dovetail: error: stdout cannot be written: No space left on device\n"
 
 
 def test_without_stdout_and_stderr_files_are_written(folder: Path) -> None:

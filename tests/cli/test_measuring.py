@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.cli import tuning_commands
+from dovetail.tuning.decisions import Alternative, GraphDecision, Spread
+from dovetail.tuning.plan import Plan, Scope
 from dovetail.tuning.store import Store
 from tests.cli.runner import dovetail, environment
 from tests.guides import ROOT
@@ -86,6 +89,27 @@ def test_tune_writes_a_plan_that_fits(folder: Path) -> None:
     assert dovetail("plan", "check", "plan.json", "zoo:mlp").code == 1
 
 
+def test_tune_shows_rejected_programs_with_their_reasons(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `plan show` does: medians of different comparisons would not be comparable."""
+    spread = Spread(3e-5, 2e-5, 4e-5, 9)
+    decision = GraphDecision(
+        "Gated",
+        Spread(2e-5, 1e-5, 3e-5, 9),
+        Alternative("eager", spread, "not a plan's own program"),
+        (Alternative("no passes", spread, "1.221 times the time"),),
+    )
+    plan = Plan({HERE.key: HERE}, {"0" * 64: {Scope("inference", HERE.key): decision}})
+    monkeypatch.setattr(tuning_commands, "tune", lambda *_, **__: plan)
+    done = dovetail("tune", "models.py:gated")
+    shown = dovetail("plan", "show", "plan.json").out.splitlines()
+    lines = [line for line in shown if line.startswith(("  runner-up: ", "  rejected: "))]
+    assert len(lines) == 2
+    assert [line for line in done.out.splitlines() if line in lines] == lines
+    assert "30 µs" not in lines[1]
+
+
 def test_plans_are_shown_compared_and_checked(folder: Path) -> None:
     assert (
         "Llama, inference, int64[1, 64]: one region by openvino" in dovetail("plan", "show", EXAMPLE_PLAN).out
@@ -139,7 +163,7 @@ def test_measurements_go_from_one_store_to_another(folder: Path) -> None:
 
 def test_measurements_that_cannot_be_exchanged_are_wrong_usage_or_a_failure(folder: Path) -> None:
     done = dovetail("measurements", "export", "all.jsonl", "--store", "absent.db")
-    assert (done.code, "absent.db' does not exist" in done.err) == (1, True)
+    assert (done.code, "absent.db' does not exist" in done.err) == (2, True)
     (folder / "other.jsonl").write_text("{}\n")
     done = dovetail("measurements", "import", "other.jsonl", "--store", "b.db", "--json")
     assert (done.code, done.out) == (2, "")

@@ -9,7 +9,10 @@ import torch
 
 import dovetail as library
 from dovetail.cli.model_source import import_attribute
+from dovetail.tuning.decisions import BackendChoice, GraphDecision, Spread
 from tests.cli.runner import dovetail
+from tests.reporting.documents import document_of
+from tests.tuning.plans import plan_for
 
 
 @pytest.mark.parametrize(
@@ -143,6 +146,40 @@ def test_report_compares_two_programs(archive: str) -> None:
     done = dovetail("report", archive, "--compare", "models.py:gated", "-o", "page.html")
     assert done.code == 0
     assert "\nwrote page.html (" in done.out
+
+
+def test_report_shows_the_program_of_a_plan(folder: Path) -> None:
+    spread = Spread(2e-4, 1e-4, 3e-4, 9)
+    decision = GraphDecision("Gated", spread, whole=BackendChoice("eager"))
+    model = import_attribute("models.py:Gated")().eval()
+    plan_for(model, torch.randn(4, 8), decision=decision).save("plan.json")
+    done = dovetail("report", "models.py:gated", "--plan", "plan.json", "-o", "page.html")
+    assert done.code == 0, done.err
+    page = document_of(Path("page.html"))["graphs"][0]
+    assert [(row["region"], row["seconds"]) for row in page["measured"]] == [("whole_0", 2e-4)]
+    assert [row["choice"] for row in page["planned"]] == ["one region by eager"]
+    other = dovetail(
+        "report", "models.py:gated", "--arg", "width=4", "--plan", "plan.json", "-o", "other.html"
+    )
+    assert other.code == 1
+    assert "there is no decision for the graph" in other.err
+    assert "environment=False" not in other.err
+    assert not Path("other.html").exists()
+
+
+def test_options_go_to_the_models_that_take_them(archive: str) -> None:
+    arguments = ["diff", archive, "models.py:gated", "--rules", "default", "--arg"]
+    assert dovetail(*arguments, "width=8").code == 0
+    assert dovetail(*arguments, "width=4").code == 1
+    alone = ["diff", "zoo:mlp", "models.py:alone", "--input", "4x8", "--device", "cpu", "--json"]
+    assert dovetail(*alone).document["equal"] is False
+    compared = dovetail("report", archive, "--compare", "models.py:gated", "--arg", "width=8")
+    assert compared.code == 0, compared.err
+
+
+def test_convert_names_every_suffix() -> None:
+    shown = " ".join(dovetail("convert", "--help").out.split())
+    assert all(suffix in shown for suffix in (".pt2", ".onnx", ".mlir", ".stablehlo", ".mlirbc", ".json"))
 
 
 def test_diff_exits_with_one_if_anything_differs(archive: str) -> None:

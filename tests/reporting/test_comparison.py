@@ -38,6 +38,15 @@ def test_before_and_after_fusing_differ_in_the_regions(tmp_path: Path) -> None:
     assert item_at(document, change["right"], "other") == "swiglu_0"
 
 
+def test_what_fusing_changed_reads_from_before_to_after_on_either_side(tmp_path: Path) -> None:
+    sides = gated(), fused_gated()
+    texts = [
+        [(row["sort"], row["text"]) for row in document["comparisons"][0]["differences"]]
+        for document in (compared(*sides, tmp_path), compared(*reversed(sides), tmp_path))
+    ]
+    assert texts[0] == texts[1]
+
+
 def test_a_program_does_not_differ_from_itself(tmp_path: Path) -> None:
     comparison = compared(fused_gated(), fused_gated(), tmp_path)["comparisons"][0]
     assert comparison["differences"] == []
@@ -90,11 +99,13 @@ def test_operations_that_a_region_took_are_on_both_sides(name: str, tmp_path: Pa
 
 def test_what_a_region_took_from_another_module_leads_to_the_region(tmp_path: Path) -> None:
     unfused, fused = zoo_graph("llama"), dovetail.fuse(zoo_graph("llama"))
-    for sides, text in (
-        ((unfused, fused), "attention_norm (6 operations) → region embedding_norm_0 in layers.0"),
-        ((fused, unfused), "region embedding_norm_0 → attention_norm (6 operations) in layers.0"),
+    text = "attention_norm (6 operations) → region embedding_norm_0 in layers.0"
+    for sides, labels in (
+        ((unfused, fused), ["before fusing", "after fusing"]),
+        ((fused, unfused), ["after fusing", "before fusing"]),
     ):
         document = compared(*sides, tmp_path)
+        assert [document["comparisons"][0][side] for side in ("left", "right")] == labels
         [row] = [row for row in document["comparisons"][0]["differences"] if row["text"] == text]
         region = row["right"] if sides[1] is fused else row["left"]
         assert item_at(document, region, "other" if sides[1] is fused else "graphs") == "embedding_norm_0"

@@ -83,6 +83,8 @@ def test_a_near_miss_is_shown_beside_its_pattern(open_report: Opener, reports: d
     page = open_report(reports["llama"])
     page.locator("#tab-decisions").click()
     page.get_by_label("Outcome", exact=True).select_option("near-misses")
+    # Those whose operations are all in regions are shown if asked for.
+    page.get_by_label("also what adds nothing").check()
     page.locator("tbody tr").first.click()
     assert page.locator(".sides .side").count() == 2
     assert page.locator(".sides .miss .flag").all_inner_texts() == ["differs"]

@@ -196,6 +196,11 @@ def test_the_time_that_a_plan_measured_of_a_whole_graph_is_that_of_its_one_regio
         ]
 
 
+def test_a_plan_that_measured_no_region_of_the_graph_is_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="none of the plan's measurements is of a region of this graph"):
+        dovetail.report(fused_gated(), tmp_path / "report.html", plan=dovetail.Plan())
+
+
 def test_times_that_may_be_those_of_another_graph_say_so(tmp_path: Path) -> None:
     compiled = dovetail.compile(GatedLayers(2, None).eval(), (X,), backends="torchscript", dynamic=False)
     with torch.no_grad():

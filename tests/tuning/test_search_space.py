@@ -385,7 +385,7 @@ def test_without_backends_there_is_nothing_to_choose() -> None:
     space = space_of(Chain().eval(), backends=())
     assert (space.options, space.log10_programs) == (0, 0.0)
     assert str(space).splitlines()[:2] == [
-        "at least 10^0 programs: 1 states of the graph, 1 distinct blocks, 0 pairs of region and backend",
+        "at least 10^0 programs: 1 state of the graph, 1 distinct block, 0 pairs of region and backend",
         "backends: none",
     ]
 

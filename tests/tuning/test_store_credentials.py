@@ -314,13 +314,13 @@ def test_logs_of_sqlalchemy_and_the_driver_show_no_password(
 def test_the_command_line_shows_no_credentials(
     postgresql: Server, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    for url, code in (
-        (postgresql.tcp_url(USER, SECRET), 1),
-        (f"postgresql://{USER}:{SECRET}@host:port/db", 2),
-        (f"{USER}:{SECRET}@host/db", 2),
+    for url in (
+        postgresql.tcp_url(USER, SECRET),
+        f"postgresql://{USER}:{SECRET}@host:port/db",
+        f"{USER}:{SECRET}@host/db",
     ):
         command = ["tune", "zoo:mlp", "--store", url, "-o", str(tmp_path / "plan.json"), "--traceback"]
-        assert main(command) == code
+        assert main(command) == 2
         out, err = capfd.readouterr()
         assert "Traceback" in err
         assert_hidden(out, err)

@@ -94,6 +94,7 @@ def _root(
 
 def run_application(arguments: list[str]) -> int:
     """Run the command that arguments name, and return its exit code."""
+    streams = sys.stdout, sys.stderr
     try:
         with words_split_at_colons(os.environ):
             code: Any = get_command(make_application()).main(
@@ -101,7 +102,12 @@ def run_application(arguments: list[str]) -> int:
             )
     except typer.Abort:
         return FAILURE
-    except SystemExit as leaving:  # by completion, and by help that nobody reads
+    except (
+        SystemExit
+    ) as leaving:  # by completion, or by typer for a closed pipe, whose streams it has wrapped
+        if isinstance(leaving.__context__, BrokenPipeError):
+            sys.stdout, sys.stderr = streams
+            raise leaving.__context__ from None
         return leaving.code if isinstance(leaving.code, int) else FAILURE
     except Exception as error:
         # Typer's errors of usage; their base class has moved between its releases.

@@ -228,6 +228,7 @@ def noise_text(noise: float) -> str:
 
 COLUMNS = ("program", "first result", "a call", "95 % of the median", "speedup", "error", "regions")
 RIGHT = (1, 2, 3, 4, 5)
+OPTIONAL = (3, 5, 1)
 
 
 def bench(
@@ -256,7 +257,7 @@ def bench(
     rows = benchmark.rows(backends, cold=cold, torch_compile=torch_compile)
     noise = benchmark.time(rows, seconds)
     failed = [number for number, row in enumerate(rows) if row.failure]
-    console.table(COLUMNS, [row.cells() for row in rows], right=RIGHT, bad=failed)
+    console.table(COLUMNS, [row.cells() for row in rows], right=RIGHT, bad=failed, optional=OPTIONAL)
     caches = "no disk caches" if cold else "disk caches as they were"
     console.text(
         f"\n{counted(torch.get_num_threads(), 'thread')}, {caches}; {noise_text(noise)}",

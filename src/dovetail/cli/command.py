@@ -13,13 +13,22 @@ import typer
 
 from dovetail.cli.completion import complete_backend, complete_model, complete_rules
 from dovetail.cli.console import Console
-from dovetail.cli.entry_point import FAILURE, INTERRUPTED, SUCCESS, USAGE, write_error
+from dovetail.cli.entry_point import (
+    FAILURE,
+    INTERRUPTED,
+    SUCCESS,
+    USAGE,
+    UnwritableStdout,
+    joined_lines,
+    write_error,
+)
 from dovetail.cli.model_source import BrokenModel, ModelSource
 from dovetail.errors import (
     DovetailError,
     InvalidArgument,
     InvalidFile,
     RuleError,
+    StoreError,
     UnknownNode,
     UnknownPart,
     UnknownRegion,
@@ -30,6 +39,7 @@ _WRONG_USAGE = (
     InvalidArgument,
     InvalidFile,
     RuleError,
+    StoreError,
     UnknownNode,
     UnknownPart,
     UnknownRegion,
@@ -127,7 +137,7 @@ def command(function: Callable[..., int | None]) -> Callable[..., int]:
             with console.stdout_for_results():
                 code = function(console, **values)
             return SUCCESS if code is None else code
-        except BrokenPipeError:
+        except (BrokenPipeError, UnwritableStdout):
             raise
         except KeyboardInterrupt:
             write_error("interrupted")
@@ -160,9 +170,9 @@ def _one_line(error: BaseException, shows_traceback: bool) -> str:
         )
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"'{os.fspath(error.filename)}': {error.strerror}"
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    lines = str(error).strip().splitlines()
     if isinstance(error, (DovetailError, ModuleNotFoundError)) and lines:
-        message = "; ".join(line.rstrip(";") for line in lines).replace(".; ", ". ").replace(":; ", ": ")
+        message = joined_lines(str(error))
         is_cut = len(message) > _LONGEST and not shows_traceback
         return f"{cut(message, _LONGEST)} (--traceback shows the rest)" if is_cut else message
     first = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

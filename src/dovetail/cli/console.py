@@ -10,14 +10,19 @@ from collections.abc import Collection, Generator, Iterable, Sequence
 from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console as RichConsole
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.ir.text_tables import align, format_seconds
+from dovetail.cli.entry_point import UnwritableStdout
+from dovetail.ir.text_tables import align, format_seconds, quoted
 
 Style = Literal["", "good", "bad", "strong", "faint"]
 _STYLES: dict[Style, str] = {"": "", "good": "green", "bad": "red", "strong": "bold", "faint": "dim"}
+
+_ANY_WIDTH = 10_000
 
 
 class _RaisingConsole(RichConsole):
@@ -25,6 +30,17 @@ class _RaisingConsole(RichConsole):
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
+
+
+@contextlib.contextmanager
+def _stdout_errors() -> Generator[None]:
+    """Tell errors of stdout from those of files that a command writes, which have no name either."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UnwritableStdout(error.errno, error.strerror) from error
 
 
 class Console:
@@ -48,7 +64,8 @@ class Console:
     def text(self, text: str = "", *, style: Style = "") -> None:
         """Write text as it is, in one style; nothing with `as_json`."""
         if not self.as_json:
-            self._rich.print(text, style=_STYLES[style] or None, markup=False)
+            with _stdout_errors():
+                self._rich.print(text, style=_STYLES[style] or None, markup=False)
 
     def verdict(self, holds: bool, text: str, *, refuted: str = "DIFFERS") -> bool:
         """Write whether something holds, and return it."""
@@ -65,28 +82,39 @@ class Console:
         *,
         right: Collection[int] = (),
         bad: Collection[int] = (),
+        optional: Sequence[int] = (),
     ) -> None:
-        """Write a table, the columns `right` aligned to the right and the rows `bad` marked by color."""
+        """Write a table, the columns `right` aligned to the right and the rows `bad` marked by color.
+
+        On a terminal only text wraps, not the first column nor those to the right. One that is too narrow is without the
+        columns `optional`, the first of them first, which a line below the table names.
+        """
         if self.as_json:
             return
         cells = [[*row] for row in rows]
         if not self.is_terminal:
             self.text("\n".join(align([columns, *cells], right=right)))
             return
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        for number, column in enumerate(columns):
-            table.add_column(
-                column, justify="right" if number in right else "left", no_wrap=number == 0, overflow="fold"
-            )
-        for number, row in enumerate(cells):
-            table.add_row(*(Text(cell) for cell in row), style="red" if number in bad else None)
-        self._rich.print(table, soft_wrap=False)
+        shown, dropped = [*range(len(columns))], list[int]()
+        table = _drawn(columns, cells, shown, right, bad)
+        for number in optional:
+            unbounded = self._rich.options.update(max_width=_ANY_WIDTH)
+            if Measurement.get(self._rich, unbounded, table).minimum <= self._rich.width:
+                break
+            shown.remove(number)
+            dropped.append(number)
+            table = _drawn(columns, cells, shown, right, bad)
+        with _stdout_errors():
+            self._rich.print(table, soft_wrap=False)
+        if dropped:
+            self.text(f"too narrow for {quoted([columns[number] for number in dropped])}", style="faint")
 
     def document(self, document: Any) -> None:
         """Write the JSON document of a command; nothing without `as_json`."""
         if self.as_json:
             text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
-            self._stdout.write(text + "\n")
+            with _stdout_errors():
+                self._stdout.write(text + "\n")
 
     @contextlib.contextmanager
     def stdout_for_results(self) -> Generator[None]:
@@ -109,6 +137,30 @@ class Console:
                 print(f"dovetail: {what} ...", file=sys.stderr, flush=True)
             yield step
         step.seconds = time.perf_counter() - step.start
+
+
+def _drawn(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    shown: Sequence[int],
+    right: Collection[int],
+    bad: Collection[int],
+) -> Table:
+    """Return a table for a terminal of the columns `shown`, of which the first and those to the right do not wrap."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for number in shown:
+        is_whole = number == 0 or number in right
+        table.add_column(
+            columns[number],
+            justify="right" if number in right else "left",
+            no_wrap=is_whole,
+            # Without it Rich measures what does not wrap as if it did.
+            min_width=max(cell_len(row[number]) for row in (columns, *rows)) if is_whole else None,
+            overflow="fold",
+        )
+    for number, row in enumerate(rows):
+        table.add_row(*(Text(row[column]) for column in shown), style="red" if number in bad else None)
+    return table
 
 
 class TimedStep:

@@ -9,7 +9,15 @@ import torch
 import typer
 from torch.fx import GraphModule
 
-from dovetail.cli.benchmark import COLUMNS, RIGHT, Benchmark, BenchmarkRow, chosen_backends, noise_text
+from dovetail.cli.benchmark import (
+    COLUMNS,
+    OPTIONAL,
+    RIGHT,
+    Benchmark,
+    BenchmarkRow,
+    chosen_backends,
+    noise_text,
+)
 from dovetail.cli.command import BackendNames
 from dovetail.cli.console import Console
 from dovetail.cli.entry_point import FAILURE, SUCCESS
@@ -72,7 +80,7 @@ def demo(
     rows = benchmark.rows(chosen_backends(backend or list(DEFAULT), benchmark.device))
     noise = benchmark.time(rows, _TIMED_SECONDS)
     failed = [number for number, row in enumerate(rows) if row.failure]
-    console.table(COLUMNS, [row.cells() for row in rows], right=RIGHT, bad=failed)
+    console.table(COLUMNS, [row.cells() for row in rows], right=RIGHT, bad=failed, optional=OPTIONAL)
     console.text(f"  {noise_text(noise)}", style="faint")
 
     with console.step("writing the report") as writing:
@@ -85,7 +93,7 @@ def demo(
         [
             [
                 "capture",
-                f"{share.total.operations} operations",
+                counted(share.total.operations, "operation"),
                 "one graph of ATen operators",
                 str(capturing),
             ],

@@ -18,6 +18,10 @@ The last two are what a shell reports for SIGINT and SIGPIPE.
 _PACKAGES = ("typer", "rich")
 
 
+class UnwritableStdout(OSError):
+    """What a command writes does not get to stdout, for another reason than a closed pipe."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, that of the process by default, and return its exit code."""
     _open_closed_streams()
@@ -50,6 +54,12 @@ def write_error(message: str) -> None:
     """Write one line about an error to stderr."""
     with contextlib.suppress(OSError):
         print(f"dovetail: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def joined_lines(text: str) -> str:
+    """Return text in one line: its lines as sentences, or as items of a list."""
+    lines = [line.strip().rstrip(";") for line in text.splitlines() if line.strip()]
+    return "; ".join(lines).replace(".; ", ". ").replace(":; ", ": ")
 
 
 def _open_closed_streams() -> None:

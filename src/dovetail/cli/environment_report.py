@@ -50,10 +50,10 @@ def info(console: Console) -> None:
         console.text(f"{name:<{width}}  {fact}")
     console.text()
     rows = [
-        [name, "default" if name in DEFAULT else "usable" if reason is None else "no", reason or ""]
+        [name, "yes" if reason is None else "no", "yes" if name in DEFAULT else "", reason or ""]
         for name, reason in backends
     ]
-    console.table(("backend", "usable", "why not"), rows)
+    console.table(("backend", "usable", "default", "why not"), rows)
     console.document(
         {
             "dovetail": version("dovetail"),

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,11 +21,20 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from dovetail import zoo
-from dovetail.errors import DovetailError, InvalidArgument, InvalidFile, did_you_mean, nearest
+from dovetail.cli.entry_point import joined_lines
+from dovetail.errors import (
+    CallMismatch,
+    DovetailError,
+    InvalidArgument,
+    InvalidFile,
+    did_you_mean,
+    nearest,
+)
 from dovetail.formats.archive.load import load
 from dovetail.frontend.calling_convention import Convention, convention_of
 from dovetail.frontend.capture import capture
-from dovetail.fusion.fuse import fuse
+from dovetail.fusion.constraints import locate, resolve_constraints
+from dovetail.fusion.fuse import fuse, require_rules
 from dovetail.fusion.ledger import ledger_of
 from dovetail.numerics.sample_inputs import domains_of, random_inputs
 from dovetail.outlining.inline import inline
@@ -34,6 +43,27 @@ from dovetail.reporting.report import program_title
 from dovetail.rules.rule import RuleSet
 
 _FORMS = "zoo:NAME, hf:TYPE, package.module:factory, path/to/file.py:factory, or a .pt2 file"
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A form of MODEL: what models of it are called, and the options of `ModelSource` that they take."""
+
+    what: str
+    options: tuple[str, ...]
+
+
+_FILE = _Form("a file", ("input",))
+_ZOO = _Form("a model of the zoo", ("arg", "device", "train"))
+_TRANSFORMERS = _Form("a model of transformers", ("config", "device", "train"))
+_FACTORY = _Form("a factory", ("arg", "input", "device", "train"))
+_SCHEMES = {"zoo": _ZOO, "hf": _TRANSFORMERS}
+_GRAPH = _Form("a captured graph", ("arg", "input"))
+_FIXED = {
+    "device": ": its graph is of the device it was captured on",
+    "train": ": its graph is of the mode it was captured in",
+}
+"""Why a graph that is captured already does not take an option."""
 
 
 class BrokenModel(DovetailError):
@@ -65,7 +95,22 @@ class LoadedModel:
         """Return the graph fused by rules, or without any by the default ones unless it has been fused already."""
         if rules is None and not options and self.is_fused:
             return self.graph()
-        return fuse(self.graph(), rules, **options)
+        gm = self.graph()
+        if options.get("never"):
+            self._require_unfused(gm, rules, options["never"])
+        return fuse(gm, rules, **options)
+
+    def _require_unfused(self, gm: GraphModule, rules: RuleSet | None, never: Sequence[str]) -> None:
+        """Raise InvalidArgument if a region that the graph has already is, or has in it, what `never` excludes."""
+        constraints = resolve_constraints(gm, (), never, [rule.kind for rule in require_rules(rules)])
+        nodes = list(gm.graph.nodes)
+        excluded = {nodes[i] for i in locate(nodes, constraints.excluded).values()}
+        for region in regions(gm, nested=True):
+            if region.kind in constraints.excluded_kinds or region.node in excluded:
+                raise InvalidArgument(
+                    f"--never: '{self.label}' has the region '{region.name}' of kind '{region.kind}' already, which "
+                    f"fusing again does not take apart. Fuse the model that it was made from."
+                )
 
     def summary(self) -> dict[str, Any]:
         """Return what the model is as values of JSON."""
@@ -94,31 +139,41 @@ class ModelSource:
 
     def load(self, name: str) -> LoadedModel:
         """Return the model of a name, in eval mode unless `train` is set, with inputs, on the device."""
-        scheme, _, rest = name.partition(":")
-        if name.endswith(".pt2"):
-            self._refuse("arg", "config", what="a file")
+        form, rest = _form(name), name.partition(":")[2]
+        self._refuse(form)
+        if form is _FILE:
             loaded = _from_file(name, self._inputs())
-        elif scheme == "zoo":
-            self._refuse("config", "input", what="a model of the zoo")
+        elif form is _ZOO:
             loaded = _from_zoo(name, rest, key_values("--arg", self.arg))
-        elif scheme == "hf":
-            self._refuse("arg", "input", what="a model of transformers")
+        elif form is _TRANSFORMERS:
             loaded = _from_transformers(name, rest, key_values("--config", self.config))
-        elif is_attribute(name):
-            self._refuse("config", what="a factory")
-            loaded = _from_factory(name, key_values("--arg", self.arg), self._inputs())
         else:
-            near = nearest(name, zoo.names(), most=1)
-            hint = f"Did you mean 'zoo:{near[0]}'?" if near else f"Give {_FORMS}."
-            raise InvalidArgument(f"'{name}' is not a model. {hint}")
-        if not isinstance(loaded.model, GraphModule):
+            loaded = _from_factory(name, key_values("--arg", self.arg), self._inputs())
+        if isinstance(loaded.model, GraphModule):
+            self._refuse(_GRAPH if form is _FACTORY else form)
+        else:
             loaded.model.train(self.train)
         return loaded if self.device is None else _moved(loaded, self.device)
 
-    def _refuse(self, *options: str, what: str) -> None:
-        for option in options:
-            if getattr(self, option):
-                raise InvalidArgument(f"--{option} is not for {what}.")
+    def for_each(self, *names: str) -> list[ModelSource]:
+        """Return for each of several models the options that it takes.
+
+        Raises InvalidArgument for an option that none of them takes.
+        """
+        forms = [_form(name) for name in names]
+        self._refuse(*forms)
+        return [
+            replace(self, **{f.name: f.default for f in fields(self) if f.name not in form.options})
+            for form in forms
+        ]
+
+    def _refuse(self, *forms: _Form) -> None:
+        """Raise InvalidArgument for an option that is given and that no model of these forms takes."""
+        for option in (f.name for f in fields(self) if getattr(self, f.name)):
+            if not any(option in form.options for form in forms):
+                whats = " or ".join(dict.fromkeys(form.what for form in forms))
+                why = _FIXED.get(option, "") if {_FILE, _GRAPH} & {*forms} else ""
+                raise InvalidArgument(f"--{option} is not for {whats}{why}.")
 
     def _inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self.input:
@@ -132,6 +187,20 @@ class ModelSource:
             else:
                 args.append(value)
         return tuple(args), kwargs
+
+
+def _form(name: str) -> _Form:
+    """Return the form of a MODEL; raise InvalidArgument for a name of none."""
+    scheme = name.partition(":")[0]
+    if name.endswith(".pt2"):
+        return _FILE
+    if scheme in _SCHEMES:
+        return _SCHEMES[scheme]
+    if is_attribute(name):
+        return _FACTORY
+    near = nearest(name, zoo.names(), most=1)
+    hint = f"Did you mean 'zoo:{near[0]}'?" if near else f"Give {_FORMS}."
+    raise InvalidArgument(f"'{name}' is not a model. {hint}")
 
 
 def key_values(option: str, texts: Sequence[str]) -> dict[str, Any]:
@@ -241,13 +310,13 @@ def _import_file(path: Path) -> Any:
 
 
 def _at(error: BaseException) -> str:
-    """Return an exception in one line, with the innermost place outside of torch."""
+    """Return an exception in one line, with the innermost place outside of torch before its message."""
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}torch{os.sep}" not in f.filename
     ]
-    text = next(iter(str(error).strip().splitlines()), "")
-    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}{': ' if text else ''}{text.rstrip('.')}{where}"
+    where = f" in {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    text = joined_lines(str(error)).rstrip(".")
+    return f"{type(error).__name__}{where}{': ' if text else ''}{text}"
 
 
 def _called(name: str, function: Callable[..., Any], **keywords: Any) -> Any:
@@ -359,7 +428,19 @@ def _from_file(name: str, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None)
         # Whatever mode it was exported in is part of the program.
         graph, example = capture(program).eval(), cast("Any", program.example_inputs)
     args, kwargs = inputs or example or example_call(graph)
+    if inputs is not None:
+        _require_call(name, graph, args, kwargs)
     return LoadedModel(name, graph, args, kwargs)
+
+
+def _require_call(name: str, gm: GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise InvalidArgument for inputs that a captured graph is not called with."""
+    convention = convention_of(gm)
+    try:
+        if convention is not None:
+            convention.guard(gm)(*args, **kwargs)
+    except CallMismatch as error:
+        raise InvalidArgument(f"--input of '{name}': {error}") from error
 
 
 def example_call(gm: GraphModule) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -392,8 +473,6 @@ def _call_with(convention: Convention, flat: Sequence[Any]) -> tuple[tuple[Any, 
 
 
 def _moved(loaded: LoadedModel, device: str) -> LoadedModel:
-    if isinstance(loaded.model, GraphModule):
-        raise InvalidArgument("--device is not for a file: its graph is of the device it was captured on.")
     try:
         place = torch.device(device)
         model = loaded.model.to(place)

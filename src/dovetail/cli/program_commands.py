@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from torch import nn
 from torch.fx import GraphModule
 
 from dovetail.cli.command import Model, RuleNames
@@ -15,7 +17,7 @@ from dovetail.cli.console import Console
 from dovetail.cli.entry_point import FAILURE, SUCCESS
 from dovetail.cli.model_source import LoadedModel, ModelSource
 from dovetail.cli.rule_names import named_rules
-from dovetail.errors import InvalidArgument
+from dovetail.errors import InvalidArgument, PlanMismatch
 from dovetail.formats.archive.save import save
 from dovetail.formats.model_explorer import to_model_explorer
 from dovetail.formats.onnx.to_onnx import to_onnx
@@ -25,6 +27,10 @@ from dovetail.ir.printer import diff
 from dovetail.ir.text_tables import amount, counted
 from dovetail.outlining.region import regions
 from dovetail.reporting.report import report
+from dovetail.runtime.compile import compile
+from dovetail.runtime.compiled_module import CompiledModule
+from dovetail.tuning.apply_plan import PlanApplication, environment_of
+from dovetail.tuning.check_plan import capture_for_plan
 from dovetail.tuning.plan import Plan
 
 
@@ -181,30 +187,64 @@ def write_report(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The HTML file.")] = Path("report.html"),
     compare: Annotated[str | None, typer.Option(metavar="MODEL", help="A second program, shown beside the first.")] = None,
-    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="A plan with measured times.")] = None,
+    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="A plan, which is applied: its program, with measured times.")] = None,
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="A trace that torch.profiler exported.")] = None,
     rules: RuleNames = None,
 ) -> None:  # fmt: skip
     """Write a page to look at about a model.
 
     It has the program by module, every decision with its reason, and bytes and time. The model is fused unless it is
-    already.
+    already. With --plan it is compiled by the plan instead, without measuring; exits with 1 if nothing of it fits.
     """
     require_folder(output)
-    measured = None if plan is None else Plan.load(plan)
-    loaded, gm = _fused(console, source, model, rules)
-    other = None if compare is None else load_model(console, source, compare).graph()
+    own, *others = source.for_each(model, *filter(None, [compare]))
+    if plan is not None and rules:
+        raise InvalidArgument("give --plan or --rules: a plan has the regions that were measured.")
+    tuned = None if plan is None else Plan.load(plan)
+    program: GraphModule | CompiledModule
+    if tuned is None:
+        loaded, program = _fused(console, own, model, rules)
+    else:
+        loaded = load_model(console, own, model)
+        program = _planned(console, loaded, tuned)
+    other = None if compare is None else load_model(console, others[0], compare).graph()
     with console.step(f"writing {output}"):
-        report(gm, output, compare=other, plan=measured, profile=profile)
+        report(program, output, compare=other, profile=profile)
     _wrote(console, output)
     console.document({**loaded.summary(), "report": str(output), "bytes": output.stat().st_size})
+
+
+def _planned(console: Console, loaded: LoadedModel, plan: Plan) -> CompiledModule:
+    """Return a model compiled by a plan; raise PlanMismatch if the plan has no decision for any part of it."""
+    call = loaded.model, loaded.args, loaded.kwargs
+    # A plan for inference was measured without gradients, and may not hold with them.
+    with torch.set_grad_enabled(loaded.model.training):
+        with console.step("applying the plan"):
+            _require_decisions(plan, *call)
+        with console.step(f"compiling {loaded.label}", is_long=True):
+            return compile(*call, plan=plan)
+
+
+def _require_decisions(
+    plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Raise PlanMismatch with what `plan check` says if a plan has no decision for any part of a model."""
+    gm = capture_for_plan(model, args, kwargs, plan)
+    application = PlanApplication(plan, "training" if gm.training else "inference", environment_of(gm))
+    if application.apply(gm).used:
+        return
+    try:
+        plan.check(model, args, kwargs)
+    except PlanMismatch as mismatch:
+        # Its advice is for `Plan.check`.
+        raise PlanMismatch(mismatch.problems) from mismatch
 
 
 def convert(
     console: Console,
     source: ModelSource,
     model: Model,
-    output: Annotated[Path, typer.Argument(metavar="FILE", help="Its suffix says what is written: .pt2, .onnx, .mlir, .mlirbc or .json (Model Explorer).", show_default=False)],
+    output: Annotated[Path, typer.Argument(metavar="FILE", help="Its suffix says what is written: .pt2, .onnx, .mlir or .stablehlo (StableHLO text), .mlirbc (its bytecode), or .json (Model Explorer).", show_default=False)],
     rules: RuleNames = None,
 ) -> None:  # fmt: skip
     """Write a fused graph in another format.
@@ -254,8 +294,9 @@ def diff_models(
     """  # fmt: skip
     chosen = named_rules(rules)
     sides: list[GraphModule] = []
-    for name in (first, second):
-        loaded = load_model(console, source, name)
+    names = first, second
+    for name, own in zip(names, source.for_each(*names), strict=True):
+        loaded = load_model(console, own, name)
         with console.step(f"capturing {name}"):
             fuses = chosen is not None and not name.endswith(".pt2")
             sides.append(loaded.fused_graph(chosen) if fuses else loaded.graph())

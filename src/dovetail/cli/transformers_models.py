@@ -20,6 +20,10 @@ from dovetail.frontend.cache_pytrees import register_caches
 _MOST_TRIES, _MOST_SECONDS = 40, 10.0
 
 
+class InvalidConfiguration(ValueError):
+    """No configuration of a type takes the values that its fields were given."""
+
+
 @dataclass(frozen=True)
 class SmallModel:
     """A model that was called once, a copy that never was, the call, and how the configuration was shrunk."""
@@ -43,7 +47,12 @@ def small_model(model_type: str, fields: Mapping[str, Any] | None = None) -> tup
                 f"the configuration of '{model_type}' has no '{name}'. {did_you_mean(name, names)}"
             )
     with torch.random.fork_rng(devices=[]):
-        small = first_model_that_runs(model_type, {"config": dict(fields or {})})
+        try:
+            small = first_model_that_runs(model_type, {"config": dict(fields or {})})
+        except InvalidConfiguration as error:
+            if not fields:
+                raise
+            raise InvalidArgument(f"--config of 'hf:{model_type}': {error}.") from error
     return small.model, small.kwargs
 
 
@@ -51,25 +60,28 @@ def first_model_that_runs(model_type: str, overrides: Mapping[str, Any]) -> Smal
     """Return a model of the smallest configuration that can be built and called.
 
     `overrides` may have fields of the configuration (`config`), arguments of the one that is shrunk (`base`), and the
-    call (`inputs`). Raises ValueError with the reasons of all that failed.
+    call (`inputs`). Raises ValueError with the reasons of all that failed, InvalidConfiguration if none can be built.
     """
     cls = model_class(model_type)
     if cls is None:
         raise ValueError("transformers has no model class for it")
     reasons: list[str] = []
+    is_valid = False
     for name, build in small_configs(model_type, overrides):
         try:
             config = build()
+            is_valid = True
             model = build_model(cls, config)
             uncalled = copy.deepcopy(model)
             register_caches()  # a model may bring a cache class of its own
         except Exception as error:
-            reasons.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
             continue
         kwargs = _call_that_runs(model, config, overrides.get("inputs", {}), reasons)
         if kwargs is not None:
             return SmallModel(model, uncalled, kwargs, name)
-    raise ValueError(" | ".join(dict.fromkeys(reasons))[:1500])
+    text = " | ".join(dict.fromkeys(reasons))[:1500]
+    raise ValueError(text) if is_valid else InvalidConfiguration(text)
 
 
 def _call_that_runs(

@@ -16,8 +16,8 @@ from dovetail.cli.console import Console
 from dovetail.cli.entry_point import FAILURE, INTERRUPTED, SUCCESS, write_error
 from dovetail.cli.model_source import ModelSource
 from dovetail.cli.program_commands import load_model, require_folder
-from dovetail.errors import PlanMismatch
-from dovetail.ir.text_tables import counted, format_seconds
+from dovetail.errors import PlanMismatch, TuningError
+from dovetail.ir.text_tables import counted
 from dovetail.lowering.backend_protocol import resolve
 from dovetail.tuning.decisions import GraphDecision
 from dovetail.tuning.measurement_files import export_measurements, import_measurements
@@ -67,7 +67,7 @@ def tune_model(
         facts = ("measurements", "stored", "compilations", "seconds", "least_budget")
         console.document({**loaded.summary(), **{name: getattr(dry, name) for name in facts}})
         return SUCCESS
-    with _interrupts() as interrupts:
+    with _interrupts() as interrupts, _options_in_messages():
         plan: Plan = tune(loaded.model, loaded.args, loaded.kwargs, **options)
     plan.save(output)
     console.text(f"{loaded}\n", style="strong")
@@ -105,12 +105,34 @@ def _show_choice(console: Console, decision: GraphDecision) -> None:
     console.text(f"{decision.choice}{seconds}")
     if decision.runner_up is not None:
         second = decision.runner_up
-        console.text(f"  runner-up: {second.choice}{f', {second.seconds}' if second.seconds else ''}")
+        console.text(
+            f"  runner-up: {second.choice}{f', {second.seconds}' if second.seconds else ''}{_why(second.reason)}"
+        )
+    # Medians of different comparisons are not of the same minutes: the reasons have the ratios within one.
     for other in decision.rejected:
-        if other.seconds is not None:
-            console.text(f"  {other.choice}: {format_seconds(other.seconds.median)}", style="faint")
+        console.text(f"  rejected: {other.choice}{_why(other.reason)}", style="faint")
     if decision.evidence:
         console.text(f"  {decision.evidence}", style="faint")
+
+
+def _why(reason: str) -> str:
+    return f": {reason}" if reason else ""
+
+
+_OPTIONS = {"`budget`": "--budget", "`memory`": "--memory", "dry_run=True": "--dry-run"}
+"""Options of `tune` as they are in messages of the library, each with that of the command."""
+
+
+@contextmanager
+def _options_in_messages() -> Generator[None]:
+    """Raise errors of a search with the options of the command in their messages."""
+    try:
+        yield
+    except TuningError as error:
+        text = str(error)
+        for name, option in _OPTIONS.items():
+            text = text.replace(name, option)
+        raise TuningError(text) from error
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dovetail.ir.printer import pair_sequences
+from dovetail.ir.text_tables import counted
 from dovetail.reporting.findings import template_sizes
 from dovetail.reporting.level_templates import Box, Templates
 from dovetail.reporting.operation_text import OPERAND_MARK
@@ -55,13 +56,19 @@ class _Occurrence:
     region: int | None
 
 
-def compare_programs(templates: Templates, left: Box, right: Box) -> dict[str, Any]:
-    """Return the differences of two programs, each with its place in both and how often it occurs."""
-    return _Comparison(templates, left, right).document()
+def compare_programs(
+    templates: Templates, left: Box, right: Box, *, left_is_later: bool = False
+) -> dict[str, Any]:
+    """Return the differences of two programs, each with its place in both and how often it occurs.
+
+    A change reads from the left program to the right one, or with `left_is_later` from the right one to the left one.
+    """
+    return _Comparison(templates, left, right, left_is_later).document()
 
 
 class _Comparison:
-    def __init__(self, templates: Templates, left: Box, right: Box) -> None:
+    def __init__(self, templates: Templates, left: Box, right: Box, left_is_later: bool) -> None:
+        self.left_is_later = left_is_later
         self.records, self.templates = templates.records, templates
         self.sizes = template_sizes(templates.records)
         self.names = left.names, right.names
@@ -100,8 +107,11 @@ class _Comparison:
                 counts[-1][kind.partition("@")[0]] += count
         for kind in sorted({*counts[0], *counts[1]}):
             if counts[0][kind] != counts[1][kind]:
-                text = f"regions of kind {kind}: {counts[0][kind]} → {counts[1][kind]}"
+                text = f"regions of kind {kind}: {self._change(*(count[kind] for count in counts))}"
                 yield {"sort": "kinds", "text": text, "left": None, "right": None, "times": 1}
+
+    def _change(self, left: object, right: object) -> str:
+        return f"{right} → {left}" if self.left_is_later else f"{left} → {right}"
 
     def _compare(self, pair: _PairOfLevels) -> Iterator[_PairOfLevels]:
         """Record what differs between two levels, and yield the pairs of levels in them to be compared."""
@@ -155,7 +165,7 @@ class _Comparison:
         before, after = self.records[old.template], self.records[new.template]
         if before["t"] == after["t"] == "op":
             if before["a"] != after["a"]:
-                text = f"arguments of {self._name(0, old)}: {before['a']} → {after['a']}"
+                text = f"arguments of {self._name(0, old)}: {self._change(before['a'], after['a'])}"
                 self._add(pair, "changed", text.replace(OPERAND_MARK, "%"), old.offset, new.offset)
             else:
                 pair.same += 1
@@ -165,7 +175,9 @@ class _Comparison:
             return
         if "region" in (before["t"], after["t"]):
             was, now = self._describe(0, old), self._describe(1, new)
-            self._add(pair, "changed", f"{old.path or old.label}: {was} → {now}", old.offset, new.offset)
+            self._add(
+                pair, "changed", f"{old.path or old.label}: {self._change(was, now)}", old.offset, new.offset
+            )
             return
         yield _PairOfLevels(old, new)
 
@@ -179,11 +191,10 @@ class _Comparison:
     ) -> None:
         changes: list[str] = []
         if before["r"] != after["r"]:
-            changes.append(f"kind {before['r']} → {after['r']}")
+            changes.append(f"kind {self._change(before['r'], after['r'])}")
         if before.get("w") != after.get("w"):
-            changes.append(
-                f"run by {before.get('w') or 'its operations'} → {after.get('w') or 'its operations'}"
-            )
+            runs = [side.get("w") or "its operations" for side in (before, after)]
+            changes.append(f"run by {self._change(*runs)}")
         if before["h"] != after["h"]:
             changes.append("attributes")
         if before["e"] != after["e"]:
@@ -197,7 +208,7 @@ class _Comparison:
         where = f" in {pair.right.path}" if pair.right.path else ""
         if old and new:
             regions = [place for place in new if self.records[place.template]["t"] == "region"]
-            text = f"{self._list(0, old)} → {self._list(1, new)}{where}"
+            text = f"{self._change(self._list(0, old), self._list(1, new))}{where}"
             self._add(pair, "changed", text, old[0].offset, (regions or new)[0].offset)
         else:
             self._one_sided(pair, 0 if old else 1, old or new, where)
@@ -223,7 +234,12 @@ class _Comparison:
             texts = self._list(side, fused), _shortened(around)
             slots = fused[0].offset, next(iter(taken))
             before, after = reversed(texts) if side else texts
-            self._add(pair, "changed", f"{before} → {after}{where}", *(reversed(slots) if side else slots))
+            self._add(
+                pair,
+                "changed",
+                f"{self._change(before, after)}{where}",
+                *(reversed(slots) if side else slots),
+            )
         name = ("left", "right")[side]
         for text, group in (
             (f"only on the {name}", absent),
@@ -280,7 +296,7 @@ class _Comparison:
         if record["t"] in ("op", "in", "out"):
             return self._name(side, place)
         operations = self.templates.totals[place.template].operations
-        return f"{place.label or place.path or 'a part'} ({operations} operations)"
+        return f"{place.label or place.path or 'a part'} ({counted(operations, 'operation')})"
 
     def _name(self, side: int, place: _Place) -> str:
         return self.names[side][place.offset]

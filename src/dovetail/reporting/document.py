@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument
 from dovetail.fusion.coverage import coverage
-from dovetail.fusion.ledger import Ledger, explain
+from dovetail.fusion.ledger import Ledger, explain, ledger_of
 from dovetail.ir.graph_module import pause_gc
 from dovetail.ir.text_tables import amount, counted, percent
 from dovetail.outlining.inline import inline
@@ -46,9 +46,22 @@ class ReportSide:
     plan: Plan | None = None
     profile: Ranges | None = None
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether the program has regions, or rules were applied to it."""
+        return any(regions(gm) or ledger_of(gm).was_fused for gm in self.graphs)
+
+    def labelled(self, label: str) -> ReportSide:
+        """Return the side under another label."""
+        names = [label if name == self.label else name for name in self.names]
+        return replace(self, label=label, names=names)
+
 
 def make_document(title: str, side: ReportSide, other: ReportSide | None, version: str) -> dict[str, Any]:
     """Return the document for one program, or for two that are compared."""
+    if other is not None and side.is_fused != other.is_fused:
+        labels = ("before fusing", "after fusing")
+        side, other = side.labelled(labels[side.is_fused]), other.labelled(labels[other.is_fused])
     builder = HierarchyBuilder()
     with pause_gc():
         pages = [_graph_page(builder, gm, side, k) for k, gm in enumerate(side.graphs)]
@@ -96,7 +109,9 @@ def _comparisons(
     ]
     plans = _plan_differences(side, other)
     for k, number in enumerate(counterparts):
-        comparison = compare_programs(builder.templates, left[k], right[number])
+        comparison = compare_programs(
+            builder.templates, left[k], right[number], left_is_later=side.is_fused and not other.is_fused
+        )
         yield {
             "other": number,
             "left": _title(side, k),

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from dovetail.errors import InvalidArgument
 from dovetail.fusion.coverage import coverage
+from dovetail.fusion.ledger import ledger_of
 from dovetail.fusion.ledger_entries import Measured
 from dovetail.ir.profiler_ranges import range_label
 from dovetail.outlining.region import Region, local_name, regions
@@ -55,6 +56,15 @@ def whole_graph_time(gm: GraphModule, measured: Iterable[Measured]) -> Iterator[
         "source": "the plan's measurement of the whole graph",
         "alternatives": others,
     }
+
+
+def has_plan_times(graphs: Iterable[GraphModule], plan: Plan) -> bool:
+    """Return whether a plan, or one that was applied to the graphs, has measured a region of theirs."""
+    return any(
+        next(times, None) is not None
+        for gm in graphs
+        for times in (plan_times(gm, plan), whole_graph_time(gm, ledger_of(gm).measured))
+    )
 
 
 Ranges = Mapping[str, tuple[float, int]]

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import time
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -23,13 +24,13 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from dovetail.errors import InvalidArgument, checked_call
+from dovetail.errors import InvalidArgument, checked_call, user_stacklevel
 from dovetail.formats.atomic_write import atomic_replace, resolve_target
 from dovetail.ir.graph_module import GraphOwner, graphs_of
 from dovetail.ir.module_paths import frames_of
 from dovetail.outlining.bodies import with_module_prefix
 from dovetail.reporting.document import ReportSide, make_document
-from dovetail.reporting.measured_times import Ranges, read_profile
+from dovetail.reporting.measured_times import Ranges, has_plan_times, read_profile
 from dovetail.runtime.compiled_module import CompiledModule
 from dovetail.scheduling.schedule import Schedule
 from dovetail.tuning.plan import Plan
@@ -51,7 +52,8 @@ def report(
     The page has the program with its regions, the decisions with their reasons, and what regions cost; with `compare`,
     also a second program beside the first, and what differs. It needs no server and no network. Costs are modelled from
     shapes unless there are measured times: of the plan that the model was compiled with or that is given, or of a
-    `profile`, which is one of torch.profiler or the path of a trace that it exported. The file is replaced in one step.
+    `profile`, which is one of torch.profiler or the path of a trace that it exported. A `plan` is not applied; if it has
+    measured no region of the graph, that is a warning. The file is replaced in one step.
     """
     if not isinstance(path, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"path {path!r} is neither a str nor a Path.")
@@ -65,6 +67,11 @@ def report(
         None if profile is None else read_profile(profile),
     )
     other = None if compare is None else _side(compare, "second", None, None)
+    if plan is not None and not has_plan_times(side.graphs, plan):
+        warnings.warn(
+            "none of the plan's measurements is of a region of this graph: compile the model with `plan=`, and report that.",
+            stacklevel=user_stacklevel(),
+        )
     target = resolve_target(path)
     page = render_page(make_document(program_title(x), side, other, version("dovetail")))
     with atomic_replace(target) as file:

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any, Literal, Self, TypeAlias, TypeVar, Union, cast
 
 from dovetail.errors import InvalidArgument
-from dovetail.ir.text_tables import format_seconds
+from dovetail.ir.text_tables import counted, format_seconds
 from dovetail.runtime.presets import Execution
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
@@ -152,7 +152,7 @@ class GraphDecision(Decision):
         confirmed = (
             "confirmed in a fresh process" if self.is_confirmed else "not confirmed in a fresh process"
         )
-        return f"{confirmed}; noise {self.noise:.1%}; {self.undecided} programs undecided"
+        return f"{confirmed}; noise {self.noise:.1%}; {counted(self.undecided, 'program')} undecided"
 
     def without_times(self) -> Self:
         return replace(super().without_times(), is_confirmed=False, noise=None, undecided=0)

@@ -20,6 +20,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from dovetail.errors import DovetailError, InvalidArgument
+from dovetail.ir.text_tables import counted
 from dovetail.lowering.backend_protocol import Backend, backend_with_options, by_name, identity
 from dovetail.outlining.inline import inline
 from dovetail.outlining.region import Region, graph_key
@@ -182,14 +183,14 @@ class SearchSpace:
 
     def __str__(self) -> str:
         lines = [
-            f"at least 10^{self.log10_programs:.0f} programs: {len(self.states)} states of the graph, "
-            f"{len(self.blocks)} distinct blocks, {self.options} pairs of region and backend",
+            f"at least 10^{self.log10_programs:.0f} programs: {counted(len(self.states), 'state')} of the graph, "
+            f"{counted(len(self.blocks), 'distinct block')}, {counted(self.options, 'pair')} of region and backend",
             f"backends: {', '.join(self.choices) or 'none'}",
         ]
         for state in self.states:
             calls = sum(block.calls for block in state.blocks.values())
             lines.append(
-                f"state {state.key[:12]}: {state.label} ({calls} calls of {len(state.blocks)} blocks)"
+                f"state {state.key[:12]}: {state.label} ({counted(calls, 'call')} of {counted(len(state.blocks), 'block')})"
             )
         for key, space in self.blocks.items():
             lines.append(
