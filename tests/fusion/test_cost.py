@@ -7,13 +7,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dovetail
+from dovetail import zoo
+from dovetail.fusion.candidates import PlannedRegion, Planner, Proposed
 from dovetail.fusion.cost import Cost, Figures, Gain, Traffic
+from dovetail.fusion.coverage import coverage
 from dovetail.ir.dependencies import Index
+from dovetail.ir.tensor_spec import reshapes_to_view
 from dovetail.outlining.escapes import RegionDraft, resolve_escapes
 from dovetail.outlining.outline import Request, make_drafts
+from dovetail.rules.rule import Candidate, RuleContext
+from tests.zoo_graphs import zoo_graph
 
 X = torch.randn(4, 8)
 N = X.nbytes
@@ -168,3 +176,137 @@ def test_a_reshape_that_is_a_view_launches_nothing() -> None:
     entry = dovetail.explain(dovetail.fuse(gm, dovetail.rules.groups())).accepted[0]
     assert "reshape" in entry.nodes
     assert (entry.launches_saved, entry.bytes_saved) == (2, 4 * 32 * 4)
+
+
+def lookups(e: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return F.relu(F.embedding(a, e) + F.embedding(b, e))
+
+
+TABLE, ROWS = torch.randn(1000, 8), torch.arange(5)
+ROW_BYTES = 5 * 8 * 4
+
+
+def test_lookups_load_the_rows_they_return() -> None:
+    estimate = gain(lookups, "embedding embedding_1 add relu", TABLE, ROWS, ROWS + 7)
+    assert estimate.bytes_saved == 6 * ROW_BYTES  # both rows and the sum, each stored and loaded
+
+
+def test_two_selections_of_one_table_load_at_most_the_table() -> None:
+    def twice(e: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return e.index_select(0, a) + e.index_select(0, b)
+
+    figures, draft = drafted(twice, "index_select index_select_1 add", TABLE[:6], ROWS, ROWS + 1)
+    together = Traffic().together(figures, draft)
+    assert together.bytes == 6 * 8 * 4 + 2 * ROWS.nbytes + ROW_BYTES
+
+
+def test_a_region_loads_of_a_table_what_its_operations_do() -> None:
+    gm = dovetail.capture(Call(lookups), (TABLE, ROWS, ROWS + 7))
+    inner = dovetail.outline(gm, ["embedding", "embedding_1", "add"], kind="inner")
+    index = Index(inner)
+    (draft,) = make_drafts(index, [Request(["inner_0", "relu"], "k")])
+    resolve_escapes(index, draft)
+    assert (
+        Traffic().apart(Figures(index), draft).bytes
+        == 2 * ROW_BYTES + 2 * ROWS.nbytes + ROW_BYTES + 2 * ROW_BYTES
+    )
+
+
+def test_what_is_freed_of_a_lookup_are_its_rows() -> None:
+    gm = dovetail.capture(Call(lookups), (TABLE, ROWS, ROWS + 7))
+    index = Index(gm)
+    freed = Traffic().freed(Figures(index), index.names["embedding"])
+    assert freed.bytes_saved == 2 * ROW_BYTES + ROWS.nbytes
+
+
+def test_an_operand_that_is_repeated_is_loaded_once() -> None:
+    estimate = gain(lambda x, y: x[:1].expand(4, 8) + y, "slice_1 expand add", X, X + 1)
+    assert (estimate.bytes_saved, estimate.launches_saved) == (0, 0)
+
+
+def test_what_only_a_clone_loads_is_not_what_members_load() -> None:
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        a = x[1:].relu()
+        return a + x[:1].exp(), a
+
+    estimate = gain(both, "relu exp add", X, escapes="duplicate")
+    assert estimate.bytes_recomputed == 3 * N // 4
+    assert estimate.bytes_saved == 2 * N // 4 + 3 * N // 4
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_no_region_moves_more_than_its_operations(name: str) -> None:
+    gm = zoo_graph(name)
+    context = RuleContext(gm)
+    model, planner = Traffic(), Planner(context, Traffic())
+    candidates = [p for rule in dovetail.rules.DEFAULT for p in rule.propose(context)]
+    plans = [
+        planner.plan(Proposed(c, dovetail.rules.DEFAULT[c.rule], 0), c.members)
+        for c in candidates
+        if isinstance(c, Candidate)
+    ]
+    drafts = [plan.draft for plan in plans if isinstance(plan, PlannedRegion)]
+    for draft in drafts:
+        before, after = model.apart(planner.figures, draft), model.together(planner.figures, draft)
+        estimate = model.gain(planner.figures, draft)
+        assert 0 <= after.bytes - estimate.bytes_recomputed <= before.bytes
+    assert drafts
+    ledger = dovetail.explain(dovetail.fuse(gm))
+    saved = [entry.bytes_saved for entry in ledger.accepted]
+    assert min(saved) >= 0
+    assert sum(saved) <= coverage(gm).total.bytes
+
+
+PACKED = torch.randn(2, 4, 48)
+
+
+@pytest.mark.parametrize(
+    ("function", "is_view"),
+    [
+        (lambda x: x.chunk(3, -1)[1].reshape(2, 4, 2, 8), True),
+        (lambda x: x.chunk(3, -1)[1].unflatten(-1, (2, 8)), True),
+        (lambda x: x.transpose(0, 1).reshape(4, 1, 2, 6, 8), True),
+        (lambda x: x[:, ::2].flatten(1, 2), False),
+        (lambda x: x.chunk(3, -1)[1].reshape(8, 16), True),
+        (lambda x: x.chunk(3, -1)[1].reshape(2, 64), False),
+        (lambda x: x.transpose(0, 1).reshape(-1), False),
+        (lambda x: x[:1].expand(3, 4, 48).reshape(3, 192), True),
+        (lambda x: x[:1].expand(3, 4, 48).reshape(-1), False),
+        (lambda x: x[:0].transpose(0, 1).reshape(-1), True),
+    ],
+)
+def test_a_reshape_is_a_view_where_the_strides_allow_it(function: Any, is_view: bool) -> None:
+    gm = dovetail.capture(Call(function), (PACKED,))
+    index = Index(gm)
+    result = function(PACKED)
+    assert is_view == (result.untyped_storage().data_ptr() == PACKED.untyped_storage().data_ptr())
+    at = index.names[index.nodes[-1].all_input_nodes[0].name]
+    assert Figures(index).free(at) == is_view
+
+
+@given(st.data())
+def test_views_by_strides_are_those_of_torch(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    steps = data.draw(st.lists(st.integers(0, 12), min_size=len(sizes), max_size=len(sizes)))
+    reach = sum((size - 1) * step for size, step in zip(sizes, steps, strict=True)) + 1
+    value = torch.zeros(reach).as_strided(sizes, steps)
+    factors = data.draw(st.permutations([f for size in sizes for f in ((2, 2) if size == 4 else (size,))]))
+    try:
+        value.view(factors)
+        is_view = True
+    except RuntimeError:
+        is_view = False
+    assert reshapes_to_view(value, factors) == is_view
+
+
+def test_symbolic_sizes_make_a_view_where_it_is_certain() -> None:
+    rows = torch.export.Dim("rows", min=2, max=64)
+
+    def packed(x: Tensor) -> tuple[Tensor, Tensor]:
+        k = x.chunk(3, -1)[1]
+        return k.reshape(k.shape[0], 4, 2, 8).exp(), k.transpose(0, 1).reshape(4 * k.shape[0], 16).exp()
+
+    gm = dovetail.capture(Call(packed), (PACKED,), dynamic_shapes=[({0: rows},)])
+    figures = Figures(Index(gm))
+    free = [figures.free(i) for i, n in enumerate(figures.index.nodes) if "reshape" in str(n.target)]
+    assert free == [True, False]

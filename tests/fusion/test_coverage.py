@@ -56,6 +56,19 @@ def test_a_contraction_by_indices_is_a_product() -> None:
     assert cost(contracted, "einsum", torch.randn(2, 3, 4), torch.randn(2, 4, 5))[2] == 2 * 2 * 3 * 4 * 5
 
 
+def test_a_grouped_product_multiplies_each_row_by_the_matrix_of_its_group() -> None:
+    ends = torch.tensor([2, 8], dtype=torch.int32)
+    rows, columns = torch.randn(8, 16).bfloat16(), torch.randn(16, 8).bfloat16()
+    weights = torch.randn(2, 16, 8).bfloat16()
+
+    def grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+        return torch._grouped_mm(a, b, offs=ends)
+
+    assert cost(grouped, "_grouped_mm", rows, weights, ends)[2] == 2 * 8 * 16 * 8
+    # The columns of each group are summed over: all of them once.
+    assert cost(grouped, "_grouped_mm", columns, rows, ends)[2] == 2 * 16 * 8 * 16
+
+
 def test_a_reshape_costs_nothing_unless_it_copies() -> None:
     assert cost(lambda x: x.reshape(8, 4).exp(), "reshape", X) == (0, 0, 0)
     assert cost(lambda x: x.t().reshape(4, 8).exp(), "reshape", X) == (N, N, 32)

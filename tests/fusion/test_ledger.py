@@ -54,11 +54,35 @@ def test_what_was_accepted_and_what_it_saves() -> None:
 
 
 def test_what_was_declined_and_how_far_it_got() -> None:
-    near, lost = explain(example()).declined
+    lost, near = explain(example()).declined
     assert (near.rule, near.nodes, near.reason) == ("pair", ("relu", "exp"), "no reason")
     assert (near.place, near.matched, near.wanted) == ("exp", 2, 3)
     assert lost.reason == "'tanh' went to region 'wide_0' (rule 'wide')"
     assert (lost.nodes, lost.place) == (("tanh", "sigmoid"), "tanh")
+
+
+def test_near_misses_on_operations_in_regions_are_folded() -> None:
+    refusals = [("relu exp", "inside"), ("tanh sigmoid", "half inside"), ("sin", "outside")]
+    rules = [Fixed("wide", "relu exp tanh"), Fixed("pair", refusals=refusals)]
+    gm = fuse(trace(lambda x: chain(x).sin()), rules)
+    declined = [d for d in explain(gm).declined(rule="pair") if d.round == 1]
+    assert [(d.reason, d.folded) for d in declined] == [
+        ("half inside", False),
+        ("outside", False),
+        ("inside", True),
+    ]
+    assert "inside" not in str(explain(gm)).replace("half inside", "")
+
+
+def test_near_misses_on_operations_that_later_rounds_fuse_are_folded() -> None:
+    rules = [
+        Fixed("first", "relu exp"),
+        Fixed("late", "first_0 tanh"),
+        Fixed("miss", refusals=[("tanh", "no")]),
+    ]
+    ledger = explain(fuse(trace(chain), rules))
+    assert ledger.rounds == 2
+    assert [d.folded for d in ledger.declined(rule="miss")] == [True]
 
 
 def test_a_graph_that_was_never_fused_has_an_empty_one() -> None:
@@ -231,8 +255,8 @@ def test_all_reasons_are_reported_not_just_the_first() -> None:
     )
     near = why(gm, "exp", "sigmoid")
     assert near[1:] == (
-        "rule 'pair' declined 'exp' in round 1, 2 of 3 operations matched: no reason.",
         "rule 'pair' declined 'sigmoid' in round 1: 'tanh' went to region 'wide_0' (rule 'wide').",
+        "rule 'pair' declined 'exp' in round 1, 2 of 3 operations matched: no reason.",
     )
     assert str(explain(gm).why_not("tanh", "sigmoid")).startswith("- 'tanh' is in region")
 

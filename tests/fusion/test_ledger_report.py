@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 import dovetail
 from dovetail import zoo
+from dovetail.fusion.coverage import coverage
 from dovetail.fusion.fuse import fuse
 from dovetail.fusion.ledger import Ledger, explain
 from dovetail.fusion.ledger_entries import Lowered, Measured
 from dovetail.fusion.ledger_report import MOST_LINES
 from dovetail.ir.graph_module import GraphOwner
 from tests.fusion.helpers import Fixed
-from tests.fusion.test_ledger import chain, example
+from tests.fusion.test_cost import Call
+from tests.fusion.test_ledger import X, chain, example
 from tests.fusion.test_speed import Named
 from tests.fusion.test_speed import chain as long_chain
 from tests.outlining.helpers import trace
@@ -58,12 +60,45 @@ def test_a_small_graph_has_a_small_page() -> None:
         "in no region: 1 operation, 25 % of bytes, 25 % of flops",
         "      1  sigmoid (25 % of bytes, 25 % of flops)",
         "         rule 'pair': 'tanh' went to region 'wide_0' (rule 'wide')",
-        "near misses:",
-        "  pair: 2 of 3 operations matched at 'relu', 'exp'",
-        "    no reason",
         "2 times declined; ask `.declined(rule=, module=, kind=)`, `.outside()`, `.why_not(...)`; terms: "
         "docs/glossary.md",
     ]
+
+
+def test_a_near_miss_has_the_matched_operations_and_the_reason() -> None:
+    @dovetail.rule(kind="wide")
+    def wide(x):  # type: ignore[no-untyped-def]
+        return x.relu().exp()
+
+    @wide.guard
+    def never(m):  # type: ignore[no-untyped-def]
+        return dovetail.Decline("wider than my kernel takes")
+
+    gm = dovetail.capture(Call(chain), (X,))
+    ledger = explain(fuse(gm, [wide, Fixed("wave", refusals=[("tanh sigmoid", "no sine follows")])]))
+    page = str(ledger)
+    assert "  wide: all 2 operations matched at 'relu', 'exp', but\n    wider than my kernel takes" in page
+    assert "  wave: 2 of 3 operations matched at 'tanh', 'sigmoid':\n    no sine follows" in page
+    (answer,) = ledger.why_not(rule="wide")
+    assert answer.startswith("rule 'wide': all 2 operations matched at 'relu', 'exp', but it declined")
+    assert "all 2 operations matched, but wider than" in str(ledger.outside())
+    assert ", though all 2 operations matched: wider" in str(ledger.why_not("relu", "exp"))
+
+
+def test_operators_without_a_formula_are_named() -> None:
+    @torch.library.custom_op("unfamiliar::scan", mutates_args=())
+    def scan(x: Tensor) -> Tensor:
+        return x.clone()
+
+    scan.register_fake(torch.empty_like)
+    gm = dovetail.capture(Call(lambda x: scan(x.exp()).tanh() + torch.linalg.inv(x @ x.t())[:1, :1]), (X,))
+    page = str(explain(fuse(gm)))
+    assert (
+        "flops not known, one counted for each element: aten.linalg_inv (1 time), unfamiliar.scan (1 time)"
+        in page
+    )
+    assert coverage(gm).uncounted == (("aten.linalg_inv", 1), ("unfamiliar.scan", 1))
+    assert "flops not known" not in str(explain(fuse(layered(1))))
 
 
 def test_sections_without_content_have_no_heading() -> None:

@@ -13,6 +13,7 @@ import dovetail
 from dovetail.fusion.ledger import explain
 from dovetail.rules.rule import Candidate, Proposal, Rule, RuleContext
 from tests.fusion.helpers import Fixed, fused, held, reasons, sets
+from tests.fusion.test_cost import Call
 from tests.outlining.helpers import drawn, trace
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
@@ -234,4 +235,22 @@ def test_what_is_left_of_a_group_is_not_outlined_if_it_saves_nothing() -> None:
         dovetail.capture(viewed, (X,)), [pair, dovetail.rules.groups(priority=-10, grows=False)]
     )
     assert sets(gm) == [("mul", "relu")]
-    assert "what is left of it saves nothing" in reasons(gm)
+    assert "it saves neither bytes nor launches" in reasons(gm)
+
+
+def test_a_group_saves_bytes_or_launches() -> None:
+    gm = dovetail.capture(Call(lambda x: x[:1].expand(2, 3).relu()), (X,))
+    kept = dovetail.fuse(gm, dovetail.rules.groups())
+    assert sets(kept) == []
+    assert reasons(kept, "groups") == ["it saves neither bytes nor launches"]
+    assert sets(dovetail.fuse(gm, dovetail.rules.groups(min_size=1))) != []
+    assert sets(dovetail.fuse(gm, dovetail.rules.groups(), must="relu")) != []
+
+
+def test_what_is_left_of_a_group_is_refused_in_later_rounds_too() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x.t().relu().unsqueeze(0).exp()
+
+    gm = dovetail.capture(Call(function), (X,))
+    once = dovetail.fuse(gm, [Fixed("k", "exp"), dovetail.rules.groups(grows=False)])
+    assert sets(once) == [("exp",)]

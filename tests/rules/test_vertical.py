@@ -333,6 +333,14 @@ def test_size_one_if_asked_for() -> None:
     assert proposed(gm, groups(min_size=1)) == [["mm"], ["relu"]]
 
 
+def test_opaque_regions_are_described_by_their_kind() -> None:
+    gm, _ = captured(lambda x: torch.relu(x.topk(2).values).exp(), SQUARE)
+    inner = dovetail.outline(gm, ["topk", "relu"], kind="best")
+    assert why_not(inner, groups(), "best_0", "exp") == [
+        "'best_0' is a region of kind 'best' already: nothing is fused after it"
+    ]
+
+
 def test_rules_are_values() -> None:
     assert groups() == groups()
     assert groups(min_size=3) != groups()

@@ -17,9 +17,9 @@ from torch.fx import GraphModule, Node
 
 from dovetail.errors import InvalidArgument, checked_call
 from dovetail.formats.atomic_write import atomic_replace, resolve_target
-from dovetail.fusion.coverage import GraphCosts, called_body, is_operation
+from dovetail.fusion.coverage import GraphCosts, is_operation
 from dovetail.fusion.outside import operator_name
-from dovetail.ir.graph_module import Body, GraphOwner, only_graph
+from dovetail.ir.graph_module import Body, GraphOwner, called_body, only_graph
 from dovetail.ir.module_paths import path_of
 from dovetail.ir.nodes import format_type, is_projection
 from dovetail.ir.source_location import of_node

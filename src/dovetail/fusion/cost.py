@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from dovetail.errors import InvalidArgument, checked_init
 from dovetail.ir.dependencies import Index
-from dovetail.ir.graph_module import attribute
+from dovetail.ir.graph_module import Body, attribute, called_body
 from dovetail.ir.nodes import is_projection, nbytes, size_hint, size_hints
-from dovetail.ir.op_traits import base_name, traits_of
+from dovetail.ir.op_traits import base_name, target_name, traits_of
+from dovetail.ir.tensor_spec import reshapes_to_view
 from dovetail.outlining.escapes import RegionDraft
-from dovetail.rules.op_classes import REDUCTIONS
+from dovetail.rules.op_classes import ANCHORS, REDUCTIONS
 
 _NOT_COMPUTED = -1
 
@@ -43,12 +46,27 @@ _ATTENTIONS = frozenset(
     }
 )
 
-# Of their first operand they read as many elements as they return.
+# Products of each group of rows with a matrix of its own.
+_GROUPED_PRODUCTS = frozenset({"_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback"})
+
+_COUNTED = frozenset(
+    {*_CONTRACTIONS, *_CONVOLUTIONS, *_TRANSPOSED_CONVOLUTIONS, *_ATTENTIONS, *_GROUPED_PRODUCTS, "einsum"}
+)
+
+# What has more than one flop for each element of its result, and no formula here.
+_UNCOUNTED = (ANCHORS - _COUNTED) | {
+    *("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+    *("cdist", "_cdist_forward", "cholesky", "cholesky_inverse", "cholesky_solve", "triangular_solve"),
+}
+_UNCOUNTED_PREFIXES = ("linalg_", "_linalg_", "fft_", "_fft_", "mkldnn_rnn", "_cudnn_rnn")
+
+# Of the operand looked up in they read as many elements as they return.
 _GATHERS = frozenset(
     {"embedding", "index_select", "gather", "index", "_unsafe_index", "take", "take_along_dim"}
 )
 
-_RESHAPES = frozenset({"reshape", "reshape_as", "flatten"})
+# They return a view where the strides of their operand allow it, and a copy otherwise.
+_RESHAPES = frozenset({"reshape", "reshape_as", "view_as", "flatten", "unflatten", "ravel"})
 
 
 class Figures:
@@ -62,7 +80,8 @@ class Figures:
         self._bytes = [_NOT_COMPUTED] * len(index)
         self._free = [_NOT_COMPUTED] * len(index)
         self._unknown: set[int] = set()
-        self._behind: dict[int, int] = {}
+        self._distinct: dict[int, int | None] = {}
+        self._partial: dict[int, Mapping[int, int]] = {}
 
     def bytes(self, position: int) -> int:
         """Return the bytes of a position's value, of all elements if it is a tuple."""
@@ -109,7 +128,7 @@ class Figures:
 
     def view_of(self, position: int) -> int | None:
         """Return the position whose memory a view aliases, None for an operation that allocates its result."""
-        if _is_view_by_layout(self.index.nodes[position]):
+        if _is_view_reshape(self.index.nodes[position]):
             return self.index.position[self.index.nodes[position].all_input_nodes[0]]
         effects = self.index.dependencies.effects.get(position)
         if effects is None or not effects.aliases:
@@ -153,9 +172,28 @@ class Figures:
         if name in _ATTENTIONS:
             query, key = _shape(_argument(node, ("query",))), _shape(_argument(node, ("key",), 1))
             return 2 * math.prod(query) * key[-2] + 2 * count * key[-2] if query and key else count
+        if name in _GROUPED_PRODUCTS:
+            return _grouped_product_flops(node) or count
         if name == "einsum":
             return _einsum_flops(node) or count
         return self._by_formula(node, self._elements(position))
+
+    def without_formula(self, position: int) -> str:
+        """Return the operator whose flops are not known, so that `flops` counts one for each element; "" if they are."""
+        node = self.index.nodes[position]
+        target: Any = node.target
+        if self.free(position) or node.op != "call_function" or _shape(node) is None:
+            return ""
+        if isinstance(target, HigherOrderOperator):
+            return target_name(node)
+        if not isinstance(target, OpOverload) or self._name(node) in _COUNTED or _formula(target) is not None:
+            return ""
+        if target.namespace in ("aten", "prims"):
+            name = self._name(node)
+            is_unknown = name in _UNCOUNTED or name.startswith(_UNCOUNTED_PREFIXES)
+        else:
+            is_unknown = not traits_of(node).pointwise
+        return str(target.overloadpacket) if is_unknown else ""
 
     def work(self, position: int) -> int:
         """Return the flops beyond one for each element: those that memory traffic does not hide."""
@@ -180,29 +218,69 @@ class Figures:
         return 0 if self.free(position) else self.bytes(position)
 
     def bytes_read(self, position: int) -> int:
-        """Return the bytes that an operation loads when it runs alone: each value once, of a broadcast what it repeats."""
+        """Return the bytes that an operation loads when it runs alone."""
         if self.free(position):
             return 0
-        reads = self.index.data[position]
-        sizes = [self._bytes_behind(j) for j in reads]
-        if sizes and self._name(self.index.nodes[position]) in _GATHERS:
-            sizes[0] = min(sizes[0], self.bytes(position))
-        return sum(sizes)
+        return sum(self.bytes_loaded(position, j) for j in self.index.data[position])
 
-    def _bytes_behind(self, position: int) -> int:
-        """Return the bytes of a value, or of what it is a view of if those are fewer."""
-        size = self._behind.get(position)
-        if size is None:
+    def bytes_loaded(self, position: int, operand: int) -> int:
+        """Return the bytes that an operation loads from one of its operands when it runs alone.
+
+        Each element is loaded once, however often a broadcast repeats it; of a table, only the rows looked up; of an
+        operand of a region, what its body loads.
+        """
+        size = self.distinct_bytes(operand) or 0
+        part = self._partial_loads(position).get(operand)
+        return size if part is None else min(size, part)
+
+    def loads_all(self, position: int, operand: int) -> bool:
+        """Whether an operation loads every element of an operand."""
+        return self.bytes_loaded(position, operand) == (self.distinct_bytes(operand) or 0)
+
+    def _partial_loads(self, position: int) -> Mapping[int, int]:
+        """Return the operands of which an operation may load a part alone, with the bytes of that part."""
+        parts = self._partial.get(position)
+        if parts is None:
+            parts = self._partial[position] = self._find_partial_loads(position)
+        return parts
+
+    def _find_partial_loads(self, position: int) -> Mapping[int, int]:
+        node = self.index.nodes[position]
+        if node.op == "call_module":
+            body = called_body(self.index.gm, node)
+            if body is None:
+                return {}
+            parts: dict[int, int] = {}
+            for operand, size in zip(node.args, _body_loads(body), strict=False):
+                if isinstance(operand, Node):
+                    j = self.index.position[operand]
+                    parts[j] = parts.get(j, 0) + size
+            return parts
+        if self._name(node) not in _GATHERS:
+            return {}
+        table = _argument(node, ("weight", "self", "input"))
+        return {self.index.position[table]: self.bytes(position)} if isinstance(table, Node) else {}
+
+    def distinct_bytes(self, position: int) -> int | None:
+        """Return the bytes of memory behind a value, which a view may repeat or show in part; None if not known."""
+        if position not in self._distinct:
             chain = [position]
-            while (base := self.view_of(chain[-1])) is not None and base not in self._behind:
+            while (base := self.view_of(chain[-1])) is not None and base not in self._distinct:
                 chain.append(base)
-            size = self._behind[base] if base is not None else self._distinct_bytes(chain[-1])
+            if base is None:
+                base = chain.pop()
+                self._distinct[base] = self._unrepeated_bytes(base)
+            size = self._distinct[base]
             for view in reversed(chain):
-                size = self._behind[view] = min(size, self.bytes(view)) if self.known(view) else size
-        return size
+                own = self.bytes(view) if self.known(view) else None
+                size = min((n for n in (size, own) if n is not None), default=None)
+                self._distinct[view] = size
+        return self._distinct[position]
 
-    def _distinct_bytes(self, position: int) -> int:
+    def _unrepeated_bytes(self, position: int) -> int | None:
         """Return the bytes of a value; of one that arrives broadcast, those that are repeated once."""
+        if not self.known(position):
+            return None
         size, value = self.bytes(position), self.index.nodes[position].meta.get("val")
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return size
@@ -213,9 +291,7 @@ class Figures:
 
     @staticmethod
     def _by_formula(node: Node, count: int) -> int:
-        from torch.utils.flop_counter import flop_registry
-
-        formula = flop_registry.get(getattr(node.target, "overloadpacket", node.target))
+        formula = _formula(node.target)
         if formula is None:
             return count
 
@@ -228,6 +304,24 @@ class Figures:
             return int(formula(*args, **kwargs, out_val=value(node)))
         except Exception:  # a formula that does not support this call
             return count
+
+
+def _formula(target: Any) -> Any:
+    """Return torch's formula for the flops of a target, None if it has none."""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry.get(getattr(target, "overloadpacket", target))
+
+
+def _grouped_product_flops(node: Node) -> int:
+    """Return the flops of a product of groups: of rows with a matrix each, or of columns; 0 if sizes are not known."""
+    first, second = _shape(_argument(node, ("self", "input"))), _shape(_argument(node, ("mat2", "weight"), 1))
+    result = _shape(node)
+    if not first or not second or result is None:
+        return 0
+    # Groups along the dimension that is summed over share it; elsewhere every result has all of it.
+    count = first[0] * second[-1] if len(first) == len(second) == 2 else math.prod(result)
+    return 2 * count * first[-1]
 
 
 def _einsum_flops(node: Node) -> int:
@@ -245,20 +339,31 @@ def _einsum_flops(node: Node) -> int:
     return 2 * math.prod(sizes.values()) * max(1, len(terms) - 1) if len(terms) == len(shapes) else 0
 
 
-def _is_view_by_layout(node: Node) -> bool:
-    """Whether a reshape returns a view, because its operand is contiguous; symbolic sizes count by their hints."""
-    if node.op != "call_function" or base_name(node) not in _RESHAPES:
+def _is_view_reshape(node: Node) -> bool:
+    """Whether a node reshapes, and the strides of its operand allow to return a view."""
+    if node.op != "call_function" or base_name(node) not in _RESHAPES or not node.all_input_nodes:
         return False
-    value = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+    operand, result = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
+    if not isinstance(operand, torch.Tensor) or not isinstance(result, torch.Tensor):
         return False
-    sizes, strides = size_hints(value), [size_hint(stride) for stride in value.stride()]
-    expected = 1
-    for size, stride in zip(reversed(sizes or ()), reversed(strides), strict=False):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return sizes is not None
+    return reshapes_to_view(operand, result.shape)
+
+
+# Of each operand of a body, in order.
+_BODY_LOADS: WeakKeyDictionary[Body, tuple[int, ...]] = WeakKeyDictionary()
+
+
+def _body_loads(body: Body) -> tuple[int, ...]:
+    """Return the bytes that a body loads from each operand. It is kept: bodies never change."""
+    sizes = _BODY_LOADS.get(body)
+    if sizes is None:
+        figures = Figures(Index(body))
+        nodes = figures.index.nodes
+        operands = [i for i, node in enumerate(nodes) if node.op == "placeholder"]
+        inside = {i for i, node in enumerate(nodes) if node.op not in ("placeholder", "output")}
+        loads = _loads(figures, inside, frozenset())
+        sizes = _BODY_LOADS[body] = tuple(sum(loads.get(i, (0, 0))) for i in operands)
+    return sizes
 
 
 def _argument(node: Node, names: Sequence[str], place: int = 0) -> Any:
@@ -337,7 +442,7 @@ class Traffic:
     def gain(self, figures: Figures, draft: RegionDraft) -> Gain:
         """Return what making a region of the draft saves, all else unchanged."""
         apart, launches = _apart(figures, draft)
-        own, again = _loads(figures, draft)
+        own, again = _loaded(figures, draft)
         saved = apart - own - _stores(figures, draft)
         busy = launches or not all(figures.free(i) for i in draft.clones)
         flops = sum(figures.work(i) for i in draft.clones) if draft.clones else 0
@@ -349,8 +454,7 @@ class Traffic:
         """Return what is saved in addition when every reader of an operation has a clone and it is removed."""
         if figures.free(position):
             return NOTHING
-        reads = sum(figures.bytes(j) for j in figures.index.data[position])
-        saved = reads + figures.bytes(position)
+        saved = figures.bytes_read(position) + figures.bytes_written(position)
         work = figures.work(position) // self.flops_per_byte
         return Gain(saved, 1, 0, saved + work + self.launch_bytes)
 
@@ -362,7 +466,7 @@ class Traffic:
 
     def together(self, figures: Figures, draft: RegionDraft) -> Cost:
         """Return the cost of the region, with what is cloned into it."""
-        own, again = _loads(figures, draft)
+        own, again = _loaded(figures, draft)
         flops = sum(figures.flops(i) for i in draft.inside)
         launched = not all(figures.free(i) for i in draft.inside)
         held = sum(figures.bytes(i) for i in draft.operands(figures.index))
@@ -372,21 +476,13 @@ class Traffic:
 
 def _apart(figures: Figures, draft: RegionDraft) -> tuple[int, int]:
     """Return the bytes that the members read and write one by one, and how many of them are launched."""
-    data, moved, launches = figures.index.data, 0, 0
-    for i in draft.members:
-        if figures.free(i):
-            continue
-        launches += 1
-        moved += figures.bytes(i)
-        for j in data[i]:
-            moved += figures.bytes(j)
-    return moved, launches
+    launched = [i for i in draft.members if not figures.free(i)]
+    return sum(figures.bytes_read(i) + figures.bytes_written(i) for i in launched), len(launched)
 
 
-def _base(figures: Figures, position: int, draft: RegionDraft) -> int:
-    """Return the value that a view inside the draft aliases, through any number of views."""
-    members, clones = draft.members, draft.clones
-    while position in members or position in clones:
+def _base(figures: Figures, position: int, inside: Set[int]) -> int:
+    """Return the value that a view inside a region aliases, through any number of views."""
+    while position in inside:
         base = figures.view_of(position)
         if base is None:
             break
@@ -394,42 +490,52 @@ def _base(figures: Figures, position: int, draft: RegionDraft) -> int:
     return position
 
 
-def _loads(figures: Figures, draft: RegionDraft) -> tuple[int, int]:
-    """Return the bytes the region loads, each value once: those its members need, and those only clones need."""
-    index, members, clones = figures.index, draft.members, draft.clones
-    through: dict[int, set[int]] = {}
-    needed: set[int] = set()
-    for inside, own in ((members, True), (clones, False)):
-        for i in inside:
+def _loaded(figures: Figures, draft: RegionDraft) -> tuple[int, int]:
+    """Return the bytes the region loads: those its members need, and those only clones need."""
+    loads = _loads(figures, draft.members, draft.clones).values()
+    return sum(own for own, _ in loads), sum(again for _, again in loads)
+
+
+def _loads(figures: Figures, members: Set[int], clones: Set[int]) -> dict[int, tuple[int, int]]:
+    """Return what a region loads from each value outside: the bytes its members need, and those only clones need.
+
+    What several operations read is loaded once, but lookups in one table may be of different rows: their bytes are
+    summed. Of no value more is loaded than there is.
+    """
+    index, inside = figures.index, members | clones
+    # By value: each view of it that is loaded, and the sum of the lookups.
+    views: dict[int, dict[int, int]] = {}
+    lookups: dict[int, int] = {}
+
+    def total(base: int) -> int:
+        size, needed = figures.distinct_bytes(base), sum(views[base].values()) + lookups.get(base, 0)
+        return needed if size is None else min(size, needed)
+
+    own: dict[int, int] = {}
+    for part in (members, clones):
+        for i in part:
             if figures.free(i):
                 continue
             for j in index.data[i]:
-                base = _base(figures, j, draft)
-                if (base in members or base in clones) and index.nodes[base].op != "get_attr":
+                base = _base(figures, j, inside)
+                if base in inside and index.nodes[base].op != "get_attr":
                     continue
-                through.setdefault(base, set()).add(j)
-                if own:
-                    needed.add(base)
-    loads = again = 0
-    for base, ways in through.items():
-        size = figures.bytes(base)
-        if base not in ways:
-            # A region that reads a value through narrow views does not load all of it.
-            narrow = sum(figures.bytes(j) for j in ways)
-            size = min(size, narrow) if figures.known(base) else narrow
-        if base in needed:
-            loads += size
-        else:
-            again += size
-    return loads, again
+                loaded, ways = figures.bytes_loaded(i, j), views.setdefault(base, {})
+                if figures.loads_all(i, j):
+                    ways[j] = loaded
+                else:
+                    lookups[base] = lookups.get(base, 0) + loaded
+        if part is members:
+            own = {base: total(base) for base in views}
+    return {base: (own.get(base, 0), total(base) - own.get(base, 0)) for base in views}
 
 
 def _stores(figures: Figures, draft: RegionDraft) -> int:
     """Return the bytes the region stores: its results, each memory once, and what it writes in place."""
-    members, nodes = draft.members, figures.index.nodes
+    members, inside, nodes = draft.members, draft.members | draft.clones, figures.index.nodes
     stored: dict[Any, int] = {i: i for i in members if figures.writes(i)}
     for i in draft.outputs:
-        base = _base(figures, i, draft)
+        base = _base(figures, i, inside)
         if base in members:
             # Two getitems may read the same element of a tuple.
             part = nodes[base].args if is_projection(nodes[base]) else base
@@ -440,13 +546,14 @@ def _stores(figures: Figures, draft: RegionDraft) -> int:
 def _held(figures: Figures, draft: RegionDraft) -> int:
     """Return the peak of bytes held while the members run one by one."""
     index, members, kept = figures.index, draft.members, set(draft.outputs)
+    inside = members | draft.clones
     last: dict[int, int] = {}
     for i in draft.inside:
         if is_projection(index.nodes[i]):
             continue  # a tuple is held as long as its elements are
         for j in index.data[i]:
             if j in members:
-                last[_base(figures, j, draft)] = i
+                last[_base(figures, j, inside)] = i
     held = most = sum(figures.bytes(i) for i in draft.operands(figures.index))
     ends: dict[int, list[int]] = {}
     for value, at in last.items():

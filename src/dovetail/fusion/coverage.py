@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from dovetail.errors import InvalidArgument
 from dovetail.fusion.cost import Figures
 from dovetail.ir.dependencies import Index
-from dovetail.ir.graph_module import Body, GraphOwner, attribute, graphs_of
+from dovetail.ir.graph_module import Body, GraphOwner, called_body, graphs_of
 from dovetail.ir.nodes import is_projection
 from dovetail.outlining.region import RegionCall, call_of, calls_in, clone_of, walk
 
@@ -27,13 +27,15 @@ from dovetail.outlining.region import RegionCall, call_of, calls_in, clone_of, w
 class OperationCost:
     """What an operation moves and computes when it runs alone. Sizes that are not known count as zero.
 
-    `is_free` marks one for which nothing is launched: a view, or the reading of a size.
+    `is_free` marks one for which nothing is launched: a view, or the reading of a size. `uncounted` is the operator if
+    its flops are not known and count as one for each element.
     """
 
     bytes_read: int = 0
     bytes_written: int = 0
     flops: int = 0
     is_free: bool = False
+    uncounted: str = ""
 
     @property
     def bytes(self) -> int:
@@ -88,6 +90,7 @@ class Coverage:
 
     `kinds` sums to `inside`: a region within a region counts for the outermost one. `nested` are the kinds of the regions
     within regions, which are part of those sums already. `outside` are the operations in no region, in order.
+    `uncounted` has the operators whose flops are not known, one for each element of their results, and how often each is.
     """
 
     total: Extent = Extent()
@@ -96,6 +99,7 @@ class Coverage:
     kinds: tuple[KindCoverage, ...] = ()
     nested: tuple[KindCoverage, ...] = ()
     outside: tuple[OutsideOperation, ...] = ()
+    uncounted: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of(cls, parts: Iterable[Coverage]) -> Coverage:
@@ -108,6 +112,7 @@ class Coverage:
             _summed(kind for part in each for kind in part.kinds),
             _summed(kind for part in each for kind in part.nested),
             tuple(operation for part in each for operation in part.outside),
+            _counts((name, count) for part in each for name, count in part.uncounted),
         )
 
     @property
@@ -158,6 +163,7 @@ class GraphCosts:
             figures.bytes_written(position),
             figures.flops(position),
             is_free=False,
+            uncounted=figures.without_formula(position),
         )
 
 
@@ -175,12 +181,6 @@ def operation_cost(node: Node) -> OperationCost:
 def is_operation(node: Node) -> bool:
     """Whether a node is an operation, and not an input, a constant, the output or an element of a tuple."""
     return node.op not in ("placeholder", "get_attr", "output") and not is_projection(node)
-
-
-def called_body(owner: GraphModule, node: Node) -> Body | None:
-    """Return the body that a node calls, None if it is not the call of a region."""
-    body = attribute(owner, cast("str", node.target)) if node.op == "call_module" else None
-    return body if isinstance(body, Body) else None
 
 
 # Of each node of a body that is not an input or the output, in order; None for what is not an operation.
@@ -206,6 +206,7 @@ class _Tally:
     nested: dict[str, KindCoverage] = field(default_factory=dict[str, KindCoverage])
     outside: list[OutsideOperation] = field(default_factory=list[OutsideOperation])
     clones: list[tuple[str, str, OperationCost]] = field(default_factory=list[tuple[str, str, OperationCost]])
+    uncounted: list[str] = field(default_factory=list[str])
 
     def add_region(self, body: Body, call: RegionCall) -> None:
         kind = call.identity.kind
@@ -230,6 +231,8 @@ class _Tally:
                 continue
             else:
                 part = (1, int(not cost.is_free), cost.bytes, cost.flops)
+                if cost.uncounted:
+                    self.uncounted.append(cost.uncounted)
             operations, launches = operations + part[0], launches + part[1]
             moved, flops = moved + part[2], flops + part[3]
         return operations, launches, moved, flops
@@ -261,7 +264,18 @@ def _graph_coverage(gm: GraphModule) -> Coverage:
     outside = total_extent(_extent(operation.cost) for operation in tally.outside)
     regions = sum(kind.regions for kind in tally.kinds.values())
     kinds, nested = _summed(tally.kinds.values()), _summed(tally.nested.values())
-    return Coverage(total_extent((inside, outside)), inside, regions, kinds, nested, tuple(tally.outside))
+    names = [*tally.uncounted, *(o.cost.uncounted for o in tally.outside if o.cost.uncounted)]
+    uncounted = _counts((name, 1) for name in names)
+    total = total_extent((inside, outside))
+    return Coverage(total, inside, regions, kinds, nested, tuple(tally.outside), uncounted)
+
+
+def _counts(pairs: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """Return the sum for each name, the greatest first."""
+    sums: dict[str, int] = {}
+    for name, count in pairs:
+        sums[name] = sums.get(name, 0) + count
+    return tuple(sorted(sums.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _summed(kinds: Iterable[KindCoverage]) -> tuple[KindCoverage, ...]:

@@ -41,7 +41,15 @@ from dovetail.fusion.constraints import (
 from dovetail.fusion.cost import CostModel, Traffic
 from dovetail.fusion.ledger import explain, ledger_of, write_ledger
 from dovetail.fusion.ledger_entries import Declined, refusal_text
-from dovetail.fusion.ledger_writer import LedgerWriter, accepted_entry, declined_entry, folded, near_miss
+from dovetail.fusion.ledger_writer import (
+    LedgerWriter,
+    accepted_entry,
+    declined_entry,
+    fold_fused,
+    folded,
+    names_in_regions,
+    near_miss,
+)
 from dovetail.fusion.select import choose
 from dovetail.ir.dependencies import Index
 from dovetail.ir.graph_module import Program, as_program, pause_gc, require_graph
@@ -183,6 +191,7 @@ class _Fusion:
     region_count: int = 0
     failed: set[str] = field(default_factory=set[str])
     matched: set[str] = field(default_factory=set[str])
+    declined: list[list[Declined]] = field(default_factory=list[list[Declined]])
     refusals: list[Declined] = field(default_factory=list[Declined])
     violations: dict[str, list[Declined]] = field(default_factory=dict[str, list[Declined]])
 
@@ -206,6 +215,7 @@ class _Fusion:
                 break
         if self.gm is start:
             self.gm = copy.copy(start) if isinstance(start, Program) else as_program(start)
+        self._write_declined()
         before = ledger_of(start)
         # What a rule matched before is inside regions now, so it may not match again.
         matched = self.matched | {entry.rule for entry in (*before.saved, *before.refused)}
@@ -292,10 +302,16 @@ class _Fusion:
             entries.append(entry)
             if self._is_violation(context, one):
                 self.violations.setdefault(one.proposed.candidate.kind, []).append(entry)
-        for entry in sorted(entries, key=lambda e: e.folded):
-            writer.decline(entry)
+        self.declined.append(entries)
         if self.constraints.must:
             self.refusals.extend(entries)
+
+    def _write_declined(self) -> None:
+        """Record the refusals of all rounds: what the last round fused folds near-misses of the first."""
+        inside = names_in_regions(self.gm)
+        for entries in self.declined:
+            for entry in sorted(fold_fused(entries, inside), key=lambda e: e.folded):
+                self.writer.decline(entry)
 
     def _is_violation(self, context: RuleContext, refused: Refused) -> bool:
         """Whether a refusal violates a `must` by kind: no conflict with another required region explains it."""

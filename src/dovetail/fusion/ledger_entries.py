@@ -38,8 +38,8 @@ class Accepted:
 class Declined:
     """Operations that did not become a region and why; a near-miss of a pattern has the number of matched operations.
 
-    `kind` is what the region would have been. One that is `folded` adds no information: it is part of a region, or a near-miss of a kind of which another near-miss
-    at the same place matched more.
+    `kind` is what the region would have been. One that is `folded` adds no information: it is part of a region, or a
+    near-miss whose operations are all in regions, or of a kind of which another near-miss there matched more.
     """
 
     rule: str
@@ -214,6 +214,13 @@ def _require(what: str, name: object, known: Iterable[str]) -> None:
         raise InvalidArgument(
             f"no {what} {name!r}. {did_you_mean(str(name), names, otherwise=otherwise)}".rstrip()
         )
+
+
+def matched_text(matched: int, wanted: int) -> str:
+    """Return how many operations of a pattern matched, in words."""
+    if matched >= wanted:
+        return f"all {wanted} operations matched" if wanted > 1 else "its one operation matched"
+    return f"{matched} of {wanted} operations matched"
 
 
 def refusal_text(entry: Declined) -> str:

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from dovetail import rules
 from dovetail.fusion.coverage import Coverage, Extent, coverage
-from dovetail.fusion.ledger_entries import Accepted, Declined, Lowered, Saved
+from dovetail.fusion.ledger_entries import Accepted, Declined, Lowered, Saved, matched_text
 from dovetail.fusion.outside import OutsideGroup, outside_operations
 from dovetail.ir.meta_keys import LEDGER
 from dovetail.ir.module_paths import join_path_list, path_of
@@ -52,7 +52,7 @@ class _Bounds:
     near_lines: int = 2
 
 
-_TIGHT = _Bounds(6, 1, 3, 1, 1, 2, 1, 2, 1, 1)
+_TIGHT = _Bounds(5, 1, 3, 1, 1, 2, 1, 2, 1, 1)
 
 
 def first_page(ledger: Ledger) -> str:
@@ -78,6 +78,7 @@ def _sections(
     sections = [
         _regions(ledger, whole, bounds),
         _outside(whole, groups, bounds) if ledger.graphs else _reasons(ledger, bounds),
+        _uncounted(whole),
         _near_misses(ledger, bounds),
         _rules(ledger, bounds),
         _lowering(ledger, bounds),
@@ -281,6 +282,15 @@ def _outside(whole: Coverage, groups: list[OutsideGroup], bounds: _Bounds) -> li
     return lines
 
 
+def _uncounted(whole: Coverage) -> list[str]:
+    """Return the operators whose flops are not known, if there are any."""
+    if not whole.uncounted:
+        return []
+    shown = [f"{name} ({counted(count, 'time')})" for name, count in whole.uncounted[:3]]
+    more = f" and {counted(len(whole.uncounted) - 3, 'other operator')}" if len(whole.uncounted) > 3 else ""
+    return [cut(f"flops not known, one counted for each element: {', '.join(shown)}{more}", _WIDTH)]
+
+
 def _has_decisions(ledger: Ledger) -> bool:
     return bool(ledger.refused or ledger.folded or ledger.never or ledger.errors or ledger.unmatched)
 
@@ -296,7 +306,7 @@ def _reasons(ledger: Ledger, bounds: _Bounds) -> list[str]:
 
 
 def _near_misses(ledger: Ledger, bounds: _Bounds) -> list[str]:
-    """Return the patterns that almost matched where nothing of their kind is now: those to act on."""
+    """Return the patterns that almost matched operations that are not all in regions: those to act on."""
     nearest: dict[tuple[str, str], Declined] = {}
     alike: dict[tuple[str, str], int] = {}
     for entry in ledger.declined:
@@ -310,9 +320,10 @@ def _near_misses(ledger: Ledger, bounds: _Bounds) -> list[str]:
     lines: list[str] = []
     for key, entry in ranked[: bounds.near]:
         more = f", and {counted(alike[key] - 1, 'time')} more" if alike[key] > 1 else ""
-        near = f"{entry.matched} of {entry.wanted} operations matched at {quoted(entry.nodes, 2)}{more}"
+        near = f"{matched_text(entry.matched, entry.wanted)} at {quoted(entry.nodes, 2)}{more}"
+        near += ", but" if entry.matched >= entry.wanted else ":"
         if bounds.near_lines == 1:
-            lines.append(cut(f"  {entry.rule}: {near}: {entry.reason}", _WIDTH))
+            lines.append(cut(f"  {entry.rule}: {near} {entry.reason}", _WIDTH))
         else:
             lines += [cut(f"  {entry.rule}: {near}", _WIDTH), cut(f"    {entry.reason}", _WIDTH)]
     if not lines:

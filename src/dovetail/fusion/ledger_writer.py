@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 
+from torch.fx import GraphModule
+
 from dovetail.fusion.candidates import PlannedRegion, Refused, RuleFailure
+from dovetail.fusion.coverage import is_operation
 from dovetail.fusion.ledger import MOST, Ledger
 from dovetail.fusion.ledger_entries import Accepted, Declined, DeclinedEntries, Saved, Tally
 from dovetail.ir.text_tables import generic
+from dovetail.outlining.region import call_of, walk
 from dovetail.rules.rule import Limits, Refusal, RuleContext, RuleSet
 
 _MOST_ALIKE = 100
@@ -186,6 +190,29 @@ def folded(
         else:
             note(kind, entry.nodes)
     return misses
+
+
+def names_in_regions(gm: GraphModule) -> set[str]:
+    """Return the names of the regions of a graph, and of the operations that are nowhere but in regions."""
+    inside: set[str] = set()
+    outside: set[str] = set()
+    for node in gm.graph.nodes:
+        call = call_of(node.meta)
+        if call is None and is_operation(node):
+            outside.add(node.name)
+        elif call is not None:
+            inside.update((node.name, *(member.original for member in walk(call))))
+    return inside - outside
+
+
+def fold_fused(entries: Iterable[Declined], inside: Set[str]) -> list[Declined]:
+    """Return refusals, near-misses folded whose operations are all among those `inside` regions, of whatever kind."""
+    return [
+        replace(entry, folded=True)
+        if entry.wanted and entry.nodes and entry.size <= len(entry.nodes) and set(entry.nodes) <= inside
+        else entry
+        for entry in entries
+    ]
 
 
 def _reason(refused: Refused, regions: Mapping[PlannedRegion, str]) -> str:

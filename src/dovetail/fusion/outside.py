@@ -9,6 +9,7 @@ from typing import Protocol
 from torch.fx import Node
 
 from dovetail.fusion.coverage import Coverage, OutsideOperation
+from dovetail.fusion.ledger_entries import matched_text
 from dovetail.ir.module_paths import join_path_list, path_of
 from dovetail.ir.op_traits import base_name, target_name
 from dovetail.ir.text_tables import align, amount, counted, cut, generic, magnitude, percent
@@ -208,7 +209,10 @@ def _described(
     elif cost.is_free:
         reason = VIEW
     elif refusal is not None:
-        near = f"{refusal.matched} of {refusal.wanted} operations matched, then: " if refusal.wanted else ""
+        near = ""
+        if refusal.wanted:
+            joint = ", but " if refusal.matched >= refusal.wanted else ", then: "
+            near = matched_text(refusal.matched, refusal.wanted) + joint
         reason, rule = f"{near}{refusal.reason}", refusal.rule
     is_free = cost.is_free and node.name not in never
     name, path = operator_name(node), path_of(node.meta)

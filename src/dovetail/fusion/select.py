@@ -292,11 +292,19 @@ class _Chooser:
         return chosen, lost
 
     def _pays(self, plan: PlannedRegion) -> bool:
+        candidate = plan.proposed.candidate
         # A part of a candidate must save something; a rule that wants it anyway proposes it as a whole.
-        is_part = len(plan.draft.inside) < len(plan.proposed.candidate.members)
-        if plan.score > 0 or plan.required or (plan.score == 0 and not is_part):
+        is_part = len(plan.draft.inside) < len(candidate.members)
+        if plan.score > 0 or plan.required:
             return True
-        reason = "costs more than it saves" if plan.score else "what is left of it saves nothing"
+        if plan.score == 0 and not is_part and (not candidate.must_save or _saves(plan)):
+            return True
+        if plan.score:
+            reason = "costs more than it saves"
+        elif candidate.must_save and not _saves(plan):
+            reason = "it saves neither bytes nor launches"
+        else:
+            reason = "what is left of it saves nothing"
         self.refused.append(Refused(plan.proposed, tuple(sorted(plan.members)), reason, plan=plan))
         return False
 
@@ -438,6 +446,11 @@ class _Chooser:
 
     def choice(self) -> Choice:
         return Choice(tuple(self.selection.in_order()), tuple(self.refused))
+
+
+def _saves(plan: PlannedRegion) -> bool:
+    gain, bonus = plan.gain, plan.bonus
+    return gain.bytes_saved + bonus.bytes_saved > 0 or gain.launches_saved + bonus.launches_saved > 0
 
 
 def _weights(cluster: Sequence[PlannedRegion]) -> list[tuple[int, ...]]:

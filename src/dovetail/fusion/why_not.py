@@ -11,6 +11,7 @@ import torch
 from dovetail.fusion.acyclicity import path_text
 from dovetail.fusion.candidates import Planner, Proposed, Refused
 from dovetail.fusion.cost import Traffic
+from dovetail.fusion.ledger_entries import matched_text
 from dovetail.fusion.operation_locations import (
     FusionRecord,
     NodeLocation,
@@ -193,7 +194,7 @@ def _recorded(declined: Sequence[Any], a: NodeLocation, b: NodeLocation) -> list
         hits = [bool(mine & {*entry.nodes, entry.place}) for mine in names]
         if not any(hits):
             continue
-        near = f", {entry.matched} of {entry.wanted} operations matched" if entry.wanted else ""
+        near = near_text(entry)
         if all(hits):
             both.append(f"rule '{entry.rule}' declined both in round {entry.round}{near}: {entry.reason}.")
         else:
@@ -215,6 +216,14 @@ def _by_rules(context: RuleContext, record: FusionRecord, a: NodeLocation, b: No
         if a.name in names and b.name in names:
             context, at = opened, (names[a.name], names[b.name])
     return rule_reasons(context, record, *at)
+
+
+def near_text(entry: Any) -> str:
+    """Return how near a refusal was to a match, as an addition to "declined"; "" if it is no near-miss."""
+    if not entry.wanted:
+        return ""
+    though = "though " if entry.matched >= entry.wanted else ""
+    return f", {though}{matched_text(entry.matched, entry.wanted)}"
 
 
 def rule_reasons(context: RuleContext, record: FusionRecord, first: int, second: int) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from torch.fx import GraphModule, Node
 
 from dovetail.errors import UnknownNode, did_you_mean
@@ -22,7 +23,8 @@ from dovetail.fusion.operation_locations import (
     regions_around,
 )
 from dovetail.fusion.outside import OutsideOperations, outside_operations
-from dovetail.fusion.why_not import is_given, obstacle, rule_reasons, why_not_together
+from dovetail.fusion.why_not import is_given, near_text, obstacle, rule_reasons, why_not_together
+from dovetail.ir.graph_module import attribute
 from dovetail.ir.module_paths import frames_of, is_within, matches_path
 from dovetail.ir.nodes import is_projection
 from dovetail.ir.source_location import lines_of
@@ -99,6 +101,10 @@ class _Question:
             ):
                 inside.append(node.name)
         if not inside:
+            if path and isinstance(attribute(self.gm, path), nn.Module):
+                what = "why_not: this module has no operations in the graph"
+                advice = "It was not called, or it computes nothing here, as dropout does in evaluation."
+                raise UnknownNode(what, [path], advice)
             known = [*self.places, *sorted(path for path in paths if path)]
             advice = did_you_mean(path, known, otherwise="`dovetail.text` lists the names of operations.")
             raise UnknownNode("why_not: no such operation, module or source line", [path], advice)
@@ -271,12 +277,8 @@ def _recorded(record: FusionRecord, names: set[str], *, at_least: int) -> list[s
     entries.sort(key=lambda e: (e.folded, -e.matched))
     alike = {(e.rule, generic(e.reason)): e for e in reversed(entries)}
     reasons = [
-        f"rule '{e.rule}' declined {quoted(e.nodes)} in round {e.round}{_near(e)}: {e.reason}."
+        f"rule '{e.rule}' declined {quoted(e.nodes)} in round {e.round}{near_text(e)}: {e.reason}."
         for e in reversed(list(alike.values()))
     ]
     left = len(reasons) - _MOST_RECORDED
     return [*reasons[:_MOST_RECORDED], *([f"... and {counted(left, 'more refusal')}."] if left > 0 else [])]
-
-
-def _near(entry: Any) -> str:
-    return f", {entry.matched} of {entry.wanted} operations matched" if entry.wanted else ""

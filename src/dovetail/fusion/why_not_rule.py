@@ -11,7 +11,7 @@ from dovetail import rules
 from dovetail.errors import InvalidArgument, did_you_mean
 from dovetail.fusion.candidates import Planner, Proposed, Refused
 from dovetail.fusion.cost import Traffic
-from dovetail.fusion.ledger_entries import operation_metas
+from dovetail.fusion.ledger_entries import matched_text, operation_metas
 from dovetail.fusion.operation_locations import FusionRecord, Reasons, make_context
 from dovetail.ir.module_paths import path_of
 from dovetail.ir.source_location import of_node
@@ -73,10 +73,11 @@ def _recorded(graphs: Sequence[GraphModule], name: str, record: FusionRecord) ->
         entry = max(entries, key=_nearness)
         times = f" ({counted(len(entries), 'time')} alike)" if len(entries) > 1 else ""
         if entry.wanted:
-            got = f"got to {entry.matched} of {entry.wanted} operations at {quoted(entry.nodes)}"
-            at = f" and stopped at '{entry.place}'" if entry.place else ""
             module = f" in {where[entry.nodes[0]]}" if entry.nodes and where.get(entry.nodes[0]) else ""
-            reasons.append(f"rule '{name}' {got}{module}{at}: {entry.reason}{times}.")
+            how = _progress(
+                name, entry, f"{quoted(entry.nodes)}{module}", f"'{entry.place}'" if entry.place else ""
+            )
+            reasons.append(f"{how}: {entry.reason}{times}.")
         else:
             reasons.append(
                 f"rule '{name}' declined {quoted(entry.nodes) or 'the graph'}: {entry.reason}{times}."
@@ -131,5 +132,16 @@ def _text(context: RuleContext, rule: Rule, refusal: Refusal) -> str:
     at = context.nodes[refusal.at if refusal.at is not None else refusal.members[-1]]
     path, line = path_of(at.meta), of_node(at)
     where = "".join((f" in {path}" if path else "", f", {line.place}" if line is not None else ""))
-    got = f"got to {refusal.matched} of {refusal.wanted} operations at" if refusal.wanted else "declined"
-    return f"rule '{rule.name}' {got} {quoted(names)} and stopped at '{at.name}'{where}: {refusal.reason.rstrip('.')}."
+    how = _progress(rule.name, refusal, quoted(names), f"'{at.name}'{where}")
+    return f"{how}: {refusal.reason.rstrip('.')}."
+
+
+def _progress(rule: str, refusal: Any, where: str, place: str) -> str:
+    """Return how many operations of a rule matched where, and the place at which it declined."""
+    if not refusal.wanted:
+        return f"rule '{rule}' declined {where} and stopped at {place}"
+    if refusal.matched >= refusal.wanted:
+        matched = matched_text(refusal.matched, refusal.wanted)
+        return f"rule '{rule}': {matched} at {where}, but it declined" + (f" {place}" if place else "")
+    stop = f" and stopped at {place}" if place else ""
+    return f"rule '{rule}' got to {refusal.matched} of {refusal.wanted} operations at {where}{stop}"

@@ -299,6 +299,12 @@ class Body(Program):
         self.__dict__["_is_impure"] = impure
 
 
+def called_body(owner: GraphModule, node: Node) -> Body | None:
+    """Return the body that a node calls, None if it is not the call of a region."""
+    body = attribute(owner, str(node.target)) if node.op == "call_module" else None
+    return body if isinstance(body, Body) else None
+
+
 def make_body(graph: Graph, class_name: str) -> Body:
     """Return a body around `graph`, with nothing borrowed yet."""
     return _empty(Body, class_name, graph)

@@ -14,7 +14,7 @@ from torch import SymInt, Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from dovetail.errors import InvalidArgument
-from dovetail.ir.nodes import example_size, is_static_size, storage_key
+from dovetail.ir.nodes import example_size, is_static_size, size_hint, size_hints, storage_key
 
 if TYPE_CHECKING:
     # sympy takes longer to import than all of this package, and few graphs have symbolic sizes.
@@ -370,6 +370,52 @@ def _contiguous_order(sizes: Sequence[Any], strides: Sequence[Any]) -> tuple[int
             return None
         step = step * _expression(sizes[d])
     return tuple(ranked)
+
+
+def reshapes_to_view(value: Tensor, sizes: Sequence[Any]) -> bool:
+    """Whether reshaping a tensor to these sizes returns a view, as ATen's `computeStride` decides it.
+
+    Dimensions that are evenly spaced in memory form a run, and each run must consist of consecutive new sizes. A
+    tensor that is contiguous in the example counts as contiguous; other symbolic sizes and strides must be equal by
+    their expressions.
+    """
+    hints, new_hints = size_hints(value), [size_hint(size) for size in sizes]
+    if value.layout is not torch.strided or hints is None:
+        return False
+    if 0 in hints or _is_contiguous(hints, [size_hint(stride) for stride in value.stride()]):
+        return True
+    dims = [
+        (_expression(size), hint, _expression(stride))
+        for size, hint, stride in zip(value.shape, hints, value.stride(), strict=True)
+        if _expression(size) != 1
+    ]
+    new = [(_expression(s), h) for s, h in zip(sizes, new_hints, strict=True) if _expression(s) != 1]
+    elements: Any = 1
+    hint, spacing = 1, dims[-1][2] if dims else 1
+    for d in reversed(range(len(dims))):
+        elements, hint = elements * dims[d][0], hint * dims[d][1]
+        if d > 0 and bool(dims[d - 1][2] == elements * spacing):
+            continue
+        covered: Any = 1
+        covered_hint = 1
+        while new and covered_hint < hint:
+            size, own = new.pop()
+            if own is None:
+                return False
+            covered, covered_hint = covered * size, covered_hint * own
+        if not bool(covered == elements):
+            return False
+        elements, hint, spacing = 1, 1, dims[d - 1][2]
+    return not new
+
+
+def _is_contiguous(sizes: Sequence[int], strides: Sequence[int | None]) -> bool:
+    step = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 def _expression(value: Any) -> Any:

@@ -35,7 +35,7 @@ from dovetail.rules.fusion_units import (
     predicate_name,
     verdict,
 )
-from dovetail.rules.op_classes import OpClass, classify
+from dovetail.rules.op_classes import OpClass, classify, describe_class
 from dovetail.rules.rule import Candidate, Decline, Proposal, Rule, RuleContext
 
 CallForm = tuple[Any, ...]
@@ -187,7 +187,7 @@ class SiblingSearch(UnitPlan):
             what = effects.host_effect or ("it draws at random" if effects.random else "it writes memory")
             return True, f"'{name}' has an effect: {what}"
         if self.of is None and self.classes[unit] is OpClass.OPAQUE:
-            return False, f"'{name}' is {OpClass.OPAQUE.description}"
+            return False, f"'{name}' is {describe_class(self.context, unit, OpClass.OPAQUE)}"
         return applies, ""
 
     def _refuse_unlike(self, forms: Mapping[CallForm, list[int]]) -> None:

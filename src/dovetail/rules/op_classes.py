@@ -235,8 +235,14 @@ _DESCRIPTIONS = {
 }
 
 
-def describe_anchor(name: str) -> str:
-    """Return what an anchor of this ATen name computes: "a convolution"."""
+def describe_class(context: RuleContext, position: int, op_class: OpClass) -> str:
+    """Return the class of an operation for messages: an anchor by what it computes, a region that is opaque by its kind."""
+    node, call = context.nodes[position], context.calls.get(position)
+    if call is not None and op_class is OpClass.OPAQUE:
+        return f"a region of kind '{call.identity.kind}' already"
+    name = operation_name(node, context.gm) if op_class is OpClass.ANCHOR and call is None else ""
+    if not name:
+        return op_class.description
     if "conv" in name:
         return "a convolution"
     return "an attention" if "attention" in name else "a matrix product"

@@ -148,7 +148,7 @@ class Candidate:
     """Operations that a rule proposes as one region, as positions in the `RuleContext` it was proposed for.
 
     A `divisible` candidate is still useful in parts: if another candidate wins some of its operations, the rest is
-    considered again. `escapes` is a policy, or one per position. `priority` defaults to the rule's. `arguments` maps
+    considered again. One that `must_save` is refused if it would save neither bytes nor launches. `escapes` is a policy, or one per position. `priority` defaults to the rule's. `arguments` maps
     the pattern's names of operands to positions, `results` are its results in order, None for one not computed.
     """
 
@@ -162,6 +162,7 @@ class Candidate:
     divisible: bool = False
     arguments: Mapping[str, int] | None = None
     results: tuple[int | None, ...] = ()
+    must_save: bool = False
 
 
 @dataclass(frozen=True, slots=True)

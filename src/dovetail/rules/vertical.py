@@ -27,7 +27,7 @@ from dovetail.rules.fusion_units import (
     UnitRule,
     check_rule_options,
 )
-from dovetail.rules.op_classes import OpClass, classify, describe_anchor, known_sizes, operation_name
+from dovetail.rules.op_classes import OpClass, classify, describe_class, known_sizes
 from dovetail.rules.rule import Candidate, Proposal, Rule, RuleContext
 
 
@@ -316,10 +316,7 @@ class Grouping(UnitPlan):
         return reasons
 
     def _describe(self, unit: int) -> str:
-        """Return the class of a unit for messages, that of an anchor by what it computes."""
-        node, known = self.context.nodes[unit], self.classes[unit]
-        name = operation_name(node, self.context.gm) if known is _ANCHOR and node.op != "call_module" else ""
-        return describe_anchor(name) if name else known.description
+        return describe_class(self.context, unit, self.classes[unit])
 
     def _too_large(self) -> str:
         return f"the group would be larger than {self.max_weight} operations"
@@ -379,7 +376,7 @@ def groups(
     An operation is in a group with its immediate post-dominator and all operations between. Elementwise, broadcast and
     injective operations fuse with one another and into a reduction, after which nothing fuses. An anchor is followed
     by elementwise work of its shape, and no producer fuses into it; if an operation could follow more than one anchor,
-    the deepest takes it. A group returns one value. An operation that would stay alone because some of its readers do
+    the deepest takes it. A group returns one value, and saves bytes or launches unless `min_size` is 1. An operation that would stay alone because some of its readers do
     not fuse with it is cloned into the one group that does, if recomputing it is cheap. Groups of views alone are not
     proposed. Regions of other kinds are taken in by the class of their bodies unless `grows` is off; with `nests`,
     those of the rule's own kind too.
@@ -412,6 +409,7 @@ class Groups(UnitRule):
                 escapes=dict.fromkeys(clones, "duplicate") if clones else "output",
                 priority=self.priority,
                 divisible=True,
+                must_save=self.min_size > 1,
             )
         yield from grouping.refusals
 
