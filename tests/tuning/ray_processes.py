@@ -135,6 +135,8 @@ def lost(started: Cluster, folder: Path) -> dict[str, Any]:
     with ThreadPoolExecutor(1) as pool:
         searching = pool.submit(search, folder, "lost", delay=0.3)
         when(lambda: RUNNING and len(able(RUNNING[0])) == 2 and len(begun(folder, "lost")) > 3)
+        # Workers that were lost leave the list after a while.
+        before = able(RUNNING[0])
         started.remove_node(victim, allow_graceful=False)
         count = len(begun(folder, "lost"))
         when(lambda: len(begun(folder, "lost")) > count)
@@ -146,7 +148,7 @@ def lost(started: Cluster, folder: Path) -> dict[str, Any]:
         "plans are equal": result.plan.to_json() == plan,
         "stores are equal": stored == expected,
         "repeated": sum(repeated.values()) - len(repeated),
-        "workers": len(names),
+        "workers": len({*before, *names}),
         "warnings": list(WARNINGS),
         "left": len(trials() + actors()),
     }

@@ -69,7 +69,7 @@ def report(
     other = None if compare is None else _side(compare, "second", None, None)
     if plan is not None and not has_plan_times(side.graphs, plan):
         warnings.warn(
-            "none of the plan's measurements is of a region of this graph: compile the model with `plan=`, and report that.",
+            "none of the plan's measurements is of a region of this graph: compile the model with the plan, and report that.",
             stacklevel=user_stacklevel(),
         )
     target = resolve_target(path)
