@@ -351,3 +351,29 @@ def test_results_that_are_equal_for_the_example_are_distinguished_by_other_input
     s["part"].replace(Bounds(), check=check)
     agree(s.build(), twin, x)
     agree(s.build(), twin, -x)
+
+
+class Drawn(nn.Module):
+    """Writes a buffer, so that its capture is made again, and returns random indices beside results of a module."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.linspace(-1, 1, 6).reshape(2, 3))
+        self.inner = nn.GELU()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        written = self.count.add_(x)
+        result = torch.tanh(self.inner(self.count))
+        return torch.relu(written) + result, torch.randint(5, [2])
+
+
+def test_calls_while_a_part_is_captured_are_not_recorded() -> None:
+    part = Drawn()
+    first, second = (Of(lambda m, x: m.part(x)[1], part=part) for _ in range(2))
+    model = Of(lambda m, x: (m.first(x), m.second(x)), first=first, second=second)
+    s = dovetail.schedule(model, (torch.linspace(2, -2, 6).reshape(2, 3),))
+    s["first.part"].fuse(s["first.part"].find(_aten.relu.default))
+    with pytest.raises(dovetail.ScheduleError, match="'second.part.inner' was not called"):
+        s["second.part.inner"].replace(nn.GELU(), check=True)

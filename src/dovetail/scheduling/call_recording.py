@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dovetail.errors import InvalidArgument, ScheduleError
 from dovetail.frontend.check_capture import preserve_module_state
@@ -195,6 +196,9 @@ def _record_forward(module: nn.Module, calls: list[RecordedCall]) -> Generator[N
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         example = ModelInputs(args, kwargs)
+        # A part around it that is captured in this run calls it with values that have no data.
+        if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            return inner(*args, **kwargs)
         signature = call_signature(example)
         is_new = signature not in signatures
         if is_new:
