@@ -375,5 +375,5 @@ def test_calls_while_a_part_is_captured_are_not_recorded() -> None:
     model = Of(lambda m, x: (m.first(x), m.second(x)), first=first, second=second)
     s = dovetail.schedule(model, (torch.linspace(2, -2, 6).reshape(2, 3),))
     s["first.part"].fuse(s["first.part"].find(_aten.relu.default))
-    with pytest.raises(dovetail.ScheduleError, match="'second.part.inner' was not called"):
+    with pytest.raises(dovetail.ScheduleError, match=r"'second\.part\.inner' was not called"):
         s["second.part.inner"].replace(nn.GELU(), check=True)
